@@ -1,0 +1,3 @@
+module hydrofoil.dev/foil
+
+go 1.26

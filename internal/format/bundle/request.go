@@ -1,0 +1,68 @@
+package bundle
+
+import (
+	"github.com/opencontainers/go-digest"
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+)
+
+// Paths and media types of the bundle protocol, on the server's HTTP port.
+const (
+	// PullPath takes a POST of a Request and answers with a bundle stream.
+	PullPath = "/hydrofoil/v1/bundle"
+	// PromotePath takes a POST of a Promotion and answers 204, or 404 when the
+	// stream it names has ended.
+	PromotePath = "/hydrofoil/v1/promote"
+
+	MediaTypeRequest = "application/vnd.hydrofoil.bundle.request.v1+json"
+	MediaTypeBundle  = "application/vnd.hydrofoil.bundle.v1"
+
+	// Version is the highest version of the stream that this code speaks.
+	Version = 1
+)
+
+// Request asks for images in one stream. It is JSON on the wire.
+type Request struct {
+	// Versions of the bundle stream that the worker reads; the server picks
+	// one and says so in the stream's Hello section.
+	Versions []int `json:"versions"`
+	// Images wanted, planned together. At least one.
+	Images []ImageRequest `json:"images"`
+	// Have lists the rootfs the worker holds, wholly or in part. The server
+	// sends no segment that one of them has.
+	Have []Have `json:"have,omitempty"`
+}
+
+// ImageRequest is one image wanted.
+type ImageRequest struct {
+	// Repository and Reference name the manifest or index as in
+	// /v2/<repository>/manifests/<reference>; a reference is a tag or a digest.
+	Repository string `json:"repository"`
+	Reference  string `json:"reference"`
+	// Platform selects from an index; nil means linux on the server's own
+	// architecture.
+	Platform *ocispec.Platform `json:"platform,omitempty"`
+	// Header, when true, ends the stream after the plan of no frames: only
+	// manifest, config and TOC are wanted.
+	Header bool `json:"header,omitempty"`
+}
+
+// Have is a rootfs on the worker.
+type Have struct {
+	ChainID digest.Digest `json:"chain_id"`
+	// TOC is the digest of the encoded TOC that the worker holds for it. A
+	// server whose TOC of this chain ID has another digest ignores the entry.
+	// When the same chain ID is wanted, the server need not send it again.
+	TOC digest.Digest `json:"toc"`
+	// Present says which of its TOC's segments are here: bit i (bit i%8 of byte
+	// i/8) for TOC.Segments[i]. Nil means all of them. A broken stream is
+	// resumed by asking again with what has arrived.
+	Present []byte `json:"present,omitempty"`
+}
+
+// Promotion asks that segments queued in a running stream be sent next.
+type Promotion struct {
+	// Stream is the Hello section's stream ID.
+	Stream string `json:"stream"`
+	// Frames are indices into the stream's plan, most wanted first.
+	Frames []uint32 `json:"frames"`
+}

@@ -1,0 +1,74 @@
+// Package toc is the table of contents of a rootfs: every name, inode and
+// attribute of the flattened filesystem, and for regular files the content and
+// its segments, but no file data.
+package toc
+
+import (
+	"github.com/opencontainers/go-digest"
+
+	"hydrofoil.dev/foil/internal/format/segment"
+)
+
+// TOC is one rootfs in memory. It is canonical: two equal filesystems have
+// equal TOCs, and equal TOCs encode to equal bytes.
+//
+// Order. Inodes are numbered in breadth-first order of their first name:
+// Inodes[0] is the root directory; Dirents lists the children of every
+// directory, directory by directory in inode order, each directory's children
+// sorted by name bytewise. An inode's number is the order in which it is first
+// named by Dirents. Contents are in the order in which inodes first use them,
+// and Segments in the order of Contents.
+type TOC struct {
+	// ChainID is the OCI chain ID of the layers this rootfs was made from.
+	ChainID  digest.Digest
+	Inodes   []Inode
+	Dirents  []Dirent
+	Contents []Content // distinct, none empty
+	Segments []Segment // grouped by content
+	Xattrs   [][]Xattr // distinct sets, each sorted by name; Xattrs[0] is empty
+}
+
+// Inode is one file of any type. Hard links are several Dirents of one Inode.
+type Inode struct {
+	Mode         uint32 // type and permissions, as st_mode of stat(2)
+	UID, GID     uint32
+	Nlink        uint32 // names (directories: 2 + subdirectories); derived, not encoded
+	Major, Minor uint32 // device numbers of character and block devices
+	Mtime        int64  // seconds since the epoch, may be negative
+	MtimeNsec    uint32 // 0..999,999,999
+	Xattrs       uint32 // index into TOC.Xattrs
+	Size         int64  // bytes of a regular file or of a symlink's target, else 0
+	Content      int32  // index into TOC.Contents; -1 if not regular, or empty
+	FirstChild   uint32 // directories: first of Children entries in TOC.Dirents
+	Children     uint32
+	Target       string // of a symlink
+}
+
+// Dirent is one name in one directory: any bytes but '/' and NUL, 1 to 255 of
+// them; "." and ".." are not listed.
+type Dirent struct {
+	Name  string
+	Inode uint32
+}
+
+// Content is the bytes of one or more regular files.
+type Content struct {
+	ID       segment.ID // SHA-256 of all its bytes
+	Size     int64      // bytes, > 0
+	First    uint32     // its segments are TOC.Segments[First:First+Segments]
+	Segments uint32     // at least 1
+}
+
+// Segment is one piece of a content. A content of one segment that is not a
+// hole has that segment's ID.
+type Segment struct {
+	ID     segment.ID // the zero ID: a hole
+	Offset int64      // in its content, bytes
+	Length uint32     // bytes, > 0, at most segment.MaxLength
+}
+
+// Xattr is one extended attribute with its full name ("security.capability").
+type Xattr struct {
+	Name  string
+	Value []byte
+}
