@@ -1,0 +1,143 @@
+// Package catalog is what the server knows about the bytes it keeps: which
+// repository holds which blob, manifest and tag, what has been ingested, and in
+// which pack each segment rests.
+package catalog
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"github.com/opencontainers/go-digest"
+
+	"hydrofoil.dev/foil/internal/format/segment"
+)
+
+// ErrNotFound is returned, wrapped, when what was asked for is not there.
+var ErrNotFound = errors.New("not in the catalog")
+
+// Catalog is all of it. Each method is one transaction, durable (it survives a
+// power cut) when it returns nil. Every method is safe for concurrent use.
+type Catalog interface {
+	Repositories
+	Dedup
+	Close() error
+}
+
+// Repositories is the registry's part: repositories, and what they hold.
+type Repositories interface {
+	// LinkBlob records that repo holds the blob. Idempotent.
+	LinkBlob(ctx context.Context, repo string, b Blob) error
+	// Blob returns what repo holds. Errors: ErrNotFound.
+	Blob(ctx context.Context, repo string, d digest.Digest) (Blob, error)
+	// AnyBlob looks in all repositories. Errors: ErrNotFound.
+	AnyBlob(ctx context.Context, d digest.Digest) (Blob, error)
+	// UnlinkBlob removes the blob from repo. Errors: ErrNotFound.
+	UnlinkBlob(ctx context.Context, repo string, d digest.Digest) error
+
+	// PutManifest records m in repo, with its tags, replacing an equal digest.
+	PutManifest(ctx context.Context, repo string, m Manifest, tags ...string) error
+	// Manifest returns it by digest. Errors: ErrNotFound.
+	Manifest(ctx context.Context, repo string, d digest.Digest) (Manifest, error)
+	// DeleteManifest removes it and the tags that name it. Errors: ErrNotFound.
+	DeleteManifest(ctx context.Context, repo string, d digest.Digest) error
+	// Referrers returns the manifests of repo whose subject is d, oldest first;
+	// artifactType filters unless empty.
+	Referrers(ctx context.Context, repo string, d digest.Digest, artifactType string) ([]Manifest, error)
+
+	// Tag resolves a tag. Errors: ErrNotFound.
+	Tag(ctx context.Context, repo, tag string) (digest.Digest, error)
+	DeleteTag(ctx context.Context, repo, tag string) error
+	// Tags returns at most limit tags after the given one, in byte order.
+	// Errors: ErrNotFound when there is no such repository.
+	Tags(ctx context.Context, repo, after string, limit int) ([]string, error)
+	// ListRepositories pages like Tags.
+	ListRepositories(ctx context.Context, after string, limit int) ([]string, error)
+}
+
+// Blob is one blob as the registry serves it.
+type Blob struct {
+	Digest    digest.Digest
+	Size      int64
+	MediaType string // as its pusher or a manifest named it; may be empty
+}
+
+// Manifest is one manifest or index, with its exact bytes.
+type Manifest struct {
+	Digest       digest.Digest
+	MediaType    string
+	ArtifactType string
+	Subject      digest.Digest // empty when it has none
+	Annotations  map[string]string
+	Bytes        []byte
+	Pushed       time.Time
+}
+
+// Dedup is the deduplicating store's part: packs, frames, segments, and what
+// has been ingested from them.
+type Dedup interface {
+	// AddPack records a pack that is durable in the object store, and its
+	// frames. A segment that another pack holds already keeps its first place.
+	AddPack(ctx context.Context, p Pack) error
+	// Locate returns where segments rest, in the order of ids. A segment that
+	// is not stored has a nil Frame. Built for calls with 100,000 ids.
+	Locate(ctx context.Context, ids []segment.ID) ([]Location, error)
+
+	// PutLayer records that the layer blob has been ingested, or refused.
+	// Called after every pack it needs has been added.
+	PutLayer(ctx context.Context, l Layer) error
+	// Layer returns what ingest made of a layer blob. Errors: ErrNotFound.
+	Layer(ctx context.Context, blob digest.Digest) (Layer, error)
+	// PutRootfs records a flattened rootfs.
+	PutRootfs(ctx context.Context, r Rootfs) error
+	// Rootfs returns it. Errors: ErrNotFound.
+	Rootfs(ctx context.Context, chainID digest.Digest) (Rootfs, error)
+}
+
+// Pack is an object that holds frames, one after the other.
+type Pack struct {
+	Key    string // in the object store
+	Size   int64
+	Frames []Frame
+}
+
+// Frame is one frame in a pack.
+type Frame struct {
+	Pack      string // object key
+	Offset    int64  // bytes, in the pack
+	Length    uint32 // bytes, as stored
+	RawLength uint32 // bytes, decompressed: the sum of its segments' lengths
+	Segments  []FrameSegment
+}
+
+// FrameSegment is one segment in a frame; segments lie one after the other.
+type FrameSegment struct {
+	ID     segment.ID
+	Length uint32
+}
+
+// Location is the place of one segment.
+type Location struct {
+	Frame *Frame // shared between the locations of one call; nil: not stored
+	Index int    // in Frame.Segments
+}
+
+// Layer is what ingest made of one layer blob.
+type Layer struct {
+	Blob   digest.Digest // the compressed blob
+	DiffID digest.Digest // the tar stream
+	// Key of its entry list in the object store; empty when refused.
+	Entries string
+	// Refused is why the layer cannot be served in bundles; empty if it can.
+	Refused string
+	Size    int64 // bytes of the tar stream
+	Files   int64
+}
+
+// Rootfs is a flattened stack of layers.
+type Rootfs struct {
+	ChainID digest.Digest
+	TOC     digest.Digest // of the encoded TOC
+	Key     string        // of the encoded TOC in the object store
+	Index   string        // object key of its frame index (package planner); rebuilt when lost
+}

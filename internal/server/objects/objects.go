@@ -1,0 +1,42 @@
+// Package objects is where the server keeps bytes: immutable objects under
+// keys, in a directory or an object store.
+package objects
+
+import (
+	"context"
+	"errors"
+	"io"
+)
+
+// ErrNotFound is returned, wrapped, for a key that names no object.
+var ErrNotFound = errors.New("object not found")
+
+// Store keeps immutable objects. A key is one or more path elements of
+// [a-z0-9._-] joined by '/'. Every method is safe for concurrent use.
+type Store interface {
+	// Create starts a new object. Nothing is visible under key before Commit
+	// returns nil.
+	Create(ctx context.Context, key string) (Writer, error)
+	// Open reads length bytes from offset; length < 0 reads to the end. An
+	// offset at the end is an empty read, past it an error.
+	// Errors: ErrNotFound.
+	Open(ctx context.Context, key string, offset, length int64) (io.ReadCloser, error)
+	// Stat returns an object's size in bytes. Errors: ErrNotFound.
+	Stat(ctx context.Context, key string) (int64, error)
+	// Delete removes an object; a missing one is no error. A reader that is
+	// open goes on reading what it opened.
+	Delete(ctx context.Context, key string) error
+	// List calls fn for every object whose key starts with prefix, in key
+	// order, until fn returns an error, which List returns.
+	List(ctx context.Context, prefix string, fn func(key string, size int64) error) error
+}
+
+// Writer writes one object. Close without Commit drops what was written;
+// after Commit, Close does nothing.
+type Writer interface {
+	io.Writer
+	// Commit makes the object durable (it survives a power cut) and visible
+	// under its key. Committing a key that exists replaces it atomically.
+	Commit() error
+	Close() error
+}
