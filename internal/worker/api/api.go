@@ -1,0 +1,147 @@
+// Package api is how the command line and the node daemon talk: HTTP and JSON
+// over the daemon's Unix socket (<root>/run/foil.sock, mode 0600).
+//
+//	POST   /v1/pulls               PullRequest      -> Events, one JSON object a line
+//	GET    /v1/images              -> []Image
+//	DELETE /v1/images?ref=REF      -> 204
+//	POST   /v1/containers          ContainerRequest -> Container
+//	GET    /v1/containers          -> []Container
+//	DELETE /v1/containers/ID       -> 204 (the container must not be running)
+//	POST   /v1/verify?ref=REF      -> VerifyEvents, one JSON object a line
+//	GET    /v1/status              -> Status
+//
+// An error is an HTTP status with an Error as its body; in a stream it is the
+// last line, with Err set.
+package api
+
+import (
+	"encoding/json"
+	"time"
+)
+
+// PullRequest asks for an image. Closing the connection does not stop the pull.
+type PullRequest struct {
+	// Ref is HOST[:PORT]/REPOSITORY[:TAG][@DIGEST].
+	Ref string `json:"ref"`
+	// Platform is OS/ARCH[/VARIANT]; empty means the host's.
+	Platform string `json:"platform,omitempty"`
+	// PlainHTTP speaks HTTP without TLS. Loopback addresses always do.
+	PlainHTTP bool `json:"plain_http,omitempty"`
+	// Until ends the event stream (not the pull) after the named event:
+	// "mounted" or "complete" (default).
+	Until EventKind `json:"until,omitempty"`
+	// Interval between progress events; 0 sends none.
+	Interval time.Duration `json:"interval,omitempty"`
+}
+
+// EventKind names what happened.
+type EventKind string
+
+const (
+	Resolved EventKind = "resolved" // manifest and config are known
+	Mounted  EventKind = "mounted"  // the rootfs is mounted; containers can start
+	Progress EventKind = "progress"
+	Complete EventKind = "complete" // every byte is here, verified and durable
+	Failed   EventKind = "failed"
+
+	// The last two come from `foil run`, not from the daemon.
+	Started EventKind = "started" // the container's process runs
+	Ready   EventKind = "ready"   // its probe says so
+	Exited  EventKind = "exited"
+)
+
+// Event is one line of a pull's or a run's story.
+type Event struct {
+	Event EventKind `json:"event"`
+	Ref   string    `json:"ref"`
+	// Elapsed is the time since the command or request began, in seconds.
+	Elapsed float64   `json:"elapsed"`
+	Time    time.Time `json:"time"`
+	Digest  string    `json:"digest,omitempty"` // of the image's manifest
+	// BytesMoved is what came over the network for this pull so far.
+	BytesMoved int64 `json:"bytes_moved"`
+	// BytesTotal is what the whole pull moves, at most; 0 while unknown.
+	BytesTotal int64 `json:"bytes_total,omitempty"`
+	// ContentHere and ContentTotal are bytes of file contents, decompressed.
+	ContentHere  int64 `json:"content_here"`
+	ContentTotal int64 `json:"content_total,omitempty"`
+	// Waits counts reads that had to wait for absent blocks; Waited is their
+	// summed time in seconds.
+	Waits    int64   `json:"waits"`
+	Waited   float64 `json:"waited"`
+	Err      string  `json:"error,omitempty"`
+	Code     string  `json:"code,omitempty"` // of an Error
+	ExitCode *int    `json:"exit_code,omitempty"`
+}
+
+// Image is one image on the worker.
+type Image struct {
+	Ref          string    `json:"ref"`
+	Digest       string    `json:"digest"`
+	ChainID      string    `json:"chain_id"`
+	State        string    `json:"state"` // pulling, complete, broken
+	Why          string    `json:"why,omitempty"`
+	Files        int       `json:"files"`
+	ContentTotal int64     `json:"content_total"`
+	ContentHere  int64     `json:"content_here"`
+	Created      time.Time `json:"created"` // on this worker
+}
+
+// ContainerRequest prepares a container's filesystem. The image must be
+// mounted (pulled until Mounted, at least).
+type ContainerRequest struct {
+	ID  string `json:"id"`
+	Ref string `json:"ref"`
+}
+
+// Container is a prepared container.
+type Container struct {
+	ID      string    `json:"id"`
+	Ref     string    `json:"ref"`
+	Digest  string    `json:"digest"`
+	Created time.Time `json:"created"`
+	// Dir is the OCI bundle directory; Rootfs (Dir/rootfs) is mounted in it.
+	// The runner keeps config.json and its own state there.
+	Dir    string          `json:"dir"`
+	Rootfs string          `json:"rootfs"`
+	Config json.RawMessage `json:"config"` // the OCI image config
+}
+
+// VerifyEvent is progress, a bad block, or the result of a verification.
+type VerifyEvent struct {
+	Checked int64  `json:"checked"` // bytes of contents compared so far
+	Absent  int64  `json:"absent"`  // bytes that have not arrived
+	Total   int64  `json:"total"`
+	Bad     string `json:"bad,omitempty"` // a path whose bytes are wrong
+	Done    bool   `json:"done,omitempty"`
+	Err     string `json:"error,omitempty"`
+}
+
+// Status is what the daemon is doing.
+type Status struct {
+	Version string       `json:"version"`
+	PID     int          `json:"pid"`
+	Started time.Time    `json:"started"`
+	Gate    string       `json:"gate"`   // fanotify
+	Keeper  int          `json:"keeper"` // process ID, 0: none
+	Pulls   []PullStatus `json:"pulls"`
+	// Warnings are what an operator should know, e.g. mounts that could not be
+	// taken over after a crash.
+	Warnings []string `json:"warnings,omitempty"`
+}
+
+// PullStatus is one running or finished pull.
+type PullStatus struct {
+	Event
+	Rate float64 `json:"rate"` // bytes a second over the last seconds
+}
+
+// Error is the body of a failed request.
+type Error struct {
+	// Code is for programs: not_found, invalid, unauthorized, conflict,
+	// unavailable, corrupt, no_space, unsupported, internal.
+	Code    string `json:"code"`
+	Message string `json:"message"` // for people, with what to do next
+}
+
+func (e *Error) Error() string { return e.Message }
