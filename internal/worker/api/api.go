@@ -115,6 +115,7 @@ type VerifyEvent struct {
 	Bad     string `json:"bad,omitempty"` // a path whose bytes are wrong
 	Done    bool   `json:"done,omitempty"`
 	Err     string `json:"error,omitempty"`
+	Code    string `json:"code,omitempty"` // of an Error
 }
 
 // Status is what the daemon is doing.
