@@ -1,0 +1,64 @@
+# The two commands to know are `make demo` and `make test`. Everything that
+# they need beyond Go is installed by scripts/deps, on Debian and Ubuntu.
+
+GO      ?= go
+CACHE   := $(CURDIR)/.cache
+VERSION := $(shell git describe --tags --always --dirty 2>/dev/null || echo unknown)
+LDFLAGS := -s -w -X main.version=$(VERSION)
+
+# Two packages at a time: kernel tests mount, wait and sleep, so that more
+# would not be quicker on small machines, and would disturb each other.
+TESTFLAGS ?= -p 2 -timeout 10m
+# Packages whose tests run once more under the race detector: those in which
+# goroutines share state.
+RACE ?= $(shell cat scripts/race-packages)
+FUZZTIME ?= 10s
+BENCHTIME ?= 1s
+BENCH ?= .
+
+LINT := $(CACHE)/bin/golangci-lint
+
+.PHONY: build test lint vet unit race demo bench-go fuzz deps clean
+
+build:
+	CGO_ENABLED=0 $(GO) build -trimpath -buildvcs=false -ldflags '$(LDFLAGS)' -o bin/foil ./cmd/foil
+
+deps:
+	@scripts/deps test
+
+# unit comes last: its closing lines tell the whole result.
+test: deps vet lint race unit
+
+vet:
+	@bad=$$(gofmt -l cmd internal bench); test -z "$$bad" || { echo "not formatted (run gofmt -w):"; echo "$$bad"; exit 1; }
+	$(GO) vet ./...
+	cd bench && $(GO) vet ./...
+
+# The linter's version is pinned by tools/go.mod, a module of its own, so that
+# its many dependencies are not the product's.
+$(LINT): tools/go.mod tools/go.sum
+	cd tools && $(GO) build -o $@ github.com/golangci/golangci-lint/v2/cmd/golangci-lint
+
+lint: $(LINT)
+	GOLANGCI_LINT_CACHE=$(CACHE)/golangci-lint $(LINT) run ./...
+	cd bench && GOLANGCI_LINT_CACHE=$(CACHE)/golangci-lint $(LINT) run --config ../.golangci.yaml ./...
+
+race:
+	$(if $(RACE),CGO_ENABLED=1 $(GO) test -race $(TESTFLAGS) $(RACE))
+
+unit:
+	cd bench && $(GO) run ./cmd/gotest -C .. $(TESTFLAGS) -- . bench
+
+demo: build
+	@scripts/deps demo
+	cd bench && $(GO) run ./cmd/bench demo --foil ../bin/foil --cache $(CACHE) $(if $(IMAGE),--image $(IMAGE)) $(if $(PROBE),--probe $(PROBE))
+
+bench-go:
+	$(GO) test -run '^$$' -bench '$(BENCH)' -benchtime $(BENCHTIME) -benchmem ./...
+
+# Each fuzz target for FUZZTIME. `go test` takes one target at a time.
+fuzz:
+	@scripts/fuzz $(FUZZTIME)
+
+clean:
+	rm -rf bin .cache
