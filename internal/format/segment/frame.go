@@ -1,0 +1,166 @@
+package segment
+
+import (
+	"errors"
+	"fmt"
+	"sync"
+
+	"github.com/klauspost/compress/zstd"
+)
+
+// FrameTarget is how many raw bytes of small segments one frame should hold:
+// whoever builds frames closes one when it has reached this. A segment of this
+// length or more has a frame of its own. A frame thus never holds more than
+// MaxFrameRaw bytes.
+const (
+	FrameTarget = 128 << 10
+	MaxFrameRaw = MaxLength
+)
+
+// Encoding says how the bytes of a frame are encoded. It is the first byte of
+// every frame, in packs and on the wire.
+//
+// A frame is its encoding byte and a payload. The payload of Stored is the raw
+// bytes of its segments, one after the other; that of Zstd is one or more zstd
+// frames (RFC 8878) that decode to them, without checksums: what a frame holds
+// is verified segment by segment with SHA-256. The raw length is not in the
+// frame; whoever names the frame (a pack's table, a bundle's plan) gives it, and
+// a frame that decodes to any other length is corrupt.
+type Encoding byte
+
+const (
+	Stored Encoding = 0
+	Zstd   Encoding = 1
+	// ZstdAgainst is kept for zstd with a named content as prefix.
+	ZstdAgainst Encoding = 2
+)
+
+// ErrCorrupt is returned, wrapped, for a frame that does not decode.
+var ErrCorrupt = errors.New("corrupt frame")
+
+// MaxEncoded is the most bytes that a frame of rawLength bytes takes.
+func MaxEncoded(rawLength int) int { return 1 + rawLength }
+
+// AppendFrame appends to dst a frame that holds the segments, and returns it.
+// With encoding Zstd it falls back to Stored when that is not longer, so a
+// frame is never longer than MaxEncoded of its raw length.
+func AppendFrame(dst []byte, encoding Encoding, segments ...[]byte) ([]byte, error) {
+	raw := 0
+	for _, s := range segments {
+		raw += len(s)
+	}
+	if raw == 0 || raw > MaxFrameRaw {
+		return dst, fmt.Errorf("encode frame of %d bytes: want 1 to %d", raw, MaxFrameRaw)
+	}
+	switch encoding {
+	case Stored:
+		return appendStored(dst, segments), nil
+	case Zstd:
+		e := encoders.Get().(*encoder)
+		defer encoders.Put(e)
+		all := segments[0]
+		if len(segments) > 1 {
+			e.buf = e.buf[:0]
+			for _, s := range segments {
+				e.buf = append(e.buf, s...)
+			}
+			all = e.buf
+		}
+		out := e.z.EncodeAll(all, append(dst, byte(Zstd)))
+		if len(out)-len(dst) >= MaxEncoded(raw) {
+			return appendStored(dst, segments), nil
+		}
+		return out, nil
+	}
+	return dst, fmt.Errorf("encode frame: unknown encoding %d", encoding)
+}
+
+func appendStored(dst []byte, segments [][]byte) []byte {
+	dst = append(dst, byte(Stored))
+	for _, s := range segments {
+		dst = append(dst, s...)
+	}
+	return dst
+}
+
+// DecodeFrame appends to dst the raw bytes of the frame, which must be exactly
+// rawLength, and returns it. It never produces more, whatever the frame says.
+// The bytes are not verified. Errors: ErrCorrupt.
+func DecodeFrame(dst, frame []byte, rawLength int) ([]byte, error) {
+	if rawLength <= 0 || rawLength > MaxFrameRaw {
+		return dst, fmt.Errorf("%w: raw length %d, want 1 to %d", ErrCorrupt, rawLength, MaxFrameRaw)
+	}
+	if len(frame) == 0 {
+		return dst, fmt.Errorf("%w: empty", ErrCorrupt)
+	}
+	payload := frame[1:]
+	switch e := Encoding(frame[0]); e {
+	case Stored:
+		if len(payload) != rawLength {
+			return dst, fmt.Errorf("%w: %d bytes stored, want %d", ErrCorrupt, len(payload), rawLength)
+		}
+		return append(dst, payload...), nil
+	case Zstd:
+		n := len(dst)
+		if cap(dst)-n < rawLength {
+			grown := make([]byte, n, n+rawLength)
+			copy(grown, dst)
+			dst = grown
+		}
+		d := decoders.Get().(*zstd.Decoder)
+		defer decoders.Put(d)
+		// The decoder stops at the capacity, which is all that it may fill.
+		out, err := d.DecodeAll(payload, dst[:n:n+rawLength])
+		if err != nil {
+			return dst, fmt.Errorf("%w: %w", ErrCorrupt, err)
+		}
+		if len(out)-n != rawLength {
+			return dst, fmt.Errorf("%w: decodes to %d bytes, want %d", ErrCorrupt, len(out)-n, rawLength)
+		}
+		if &out[n] != &dst[:n+1][n] {
+			return append(dst, out[n:]...), nil // the decoder moved: it does not today
+		}
+		return dst[:n+rawLength], nil
+	default:
+		return dst, fmt.Errorf("%w: unknown encoding %d", ErrCorrupt, e)
+	}
+}
+
+// encoder is a zstd encoder with room to put the segments of a frame together.
+type encoder struct {
+	z   *zstd.Encoder
+	buf []byte
+}
+
+// The pools keep encoders and decoders, which are expensive to set up, between
+// calls; they hold no state from one call to the next.
+var (
+	encoders = sync.Pool{New: func() any {
+		z, err := zstd.NewWriter(nil,
+			zstd.WithEncoderLevel(frameLevel),
+			zstd.WithEncoderConcurrency(1),
+			zstd.WithEncoderCRC(false),
+			zstd.WithSingleSegment(true), // the window is the frame: decoders need no more
+			zstd.WithWindowSize(MaxFrameRaw),
+			zstd.WithLowerEncoderMem(true))
+		if err != nil {
+			panic(err) // the options are constant
+		}
+		return &encoder{z: z}
+	}}
+	decoders = sync.Pool{New: func() any {
+		d, err := zstd.NewReader(nil,
+			zstd.WithDecoderConcurrency(1),
+			zstd.WithDecoderLowmem(true),
+			zstd.WithDecodeAllCapLimit(true),
+			zstd.WithDecoderMaxWindow(MaxFrameRaw))
+		if err != nil {
+			panic(err) // the options are constant
+		}
+		return d
+	}}
+)
+
+// frameLevel is the zstd level of frames. See BenchmarkAppendFrame for what
+// the levels cost and bring.
+const frameLevel = zstd.SpeedDefault
