@@ -1,5 +1,8 @@
 // Package objects is where the server keeps bytes: immutable objects under
 // keys, in a directory or an object store.
+//
+// Implementations: Dir, a local directory, and Memory, for tests, which also
+// fails on demand. Package objectstest is the suite that each of them passes.
 package objects
 
 import (
@@ -12,14 +15,15 @@ import (
 var ErrNotFound = errors.New("object not found")
 
 // Store keeps immutable objects. A key is one or more path elements of
-// [a-z0-9._-] joined by '/'. Every method is safe for concurrent use.
+// [a-z0-9._-], none starting with '.', joined by '/'; no key continues another
+// one with a '/'. Every method is safe for concurrent use.
 type Store interface {
 	// Create starts a new object. Nothing is visible under key before Commit
 	// returns nil.
 	Create(ctx context.Context, key string) (Writer, error)
 	// Open reads length bytes from offset; length < 0 reads to the end. An
-	// offset at the end is an empty read, past it an error.
-	// Errors: ErrNotFound.
+	// offset at the end is an empty read; a range that goes past the end is an
+	// error. Errors: ErrNotFound.
 	Open(ctx context.Context, key string, offset, length int64) (io.ReadCloser, error)
 	// Stat returns an object's size in bytes. Errors: ErrNotFound.
 	Stat(ctx context.Context, key string) (int64, error)

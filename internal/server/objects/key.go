@@ -1,0 +1,32 @@
+package objects
+
+import (
+	"fmt"
+	"strings"
+)
+
+// maxKey keeps every key a valid path on common file systems and a valid key
+// of S3 (1024 bytes) under some prefix.
+const maxKey = 512
+
+// CheckKey reports what is wrong with a key, or nil.
+func CheckKey(key string) error {
+	if key == "" || len(key) > maxKey {
+		return fmt.Errorf("object key %q: want 1 to %d bytes", key, maxKey)
+	}
+	for element := range strings.SplitSeq(key, "/") {
+		if element == "" || len(element) > 255 {
+			return fmt.Errorf("object key %q: want elements of 1 to 255 bytes", key)
+		}
+		if element[0] == '.' {
+			return fmt.Errorf("object key %q: an element must not start with a dot", key)
+		}
+		for i := range len(element) {
+			c := element[i]
+			if (c < 'a' || c > 'z') && (c < '0' || c > '9') && c != '.' && c != '_' && c != '-' {
+				return fmt.Errorf("object key %q: byte %q is not one of a-z 0-9 . _ -", key, c)
+			}
+		}
+	}
+	return nil
+}
