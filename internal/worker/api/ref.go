@@ -2,24 +2,30 @@ package api
 
 import (
 	"fmt"
+	"strings"
 
 	"github.com/distribution/reference"
 )
 
 // NormalRef checks an image name, HOST[:PORT]/REPOSITORY[:TAG][@DIGEST], and
-// returns its normal form: with the tag "latest" when it has neither tag nor
-// digest. The host must be there: which registry a name means is never guessed.
-// The error is an *Error with CodeInvalid.
+// returns its normal form, by which the daemon lists it: with the tag "latest"
+// when it has neither tag nor digest. The host must be there: which registry a
+// name means is never guessed. The error is an *Error with CodeInvalid.
 func NormalRef(s string) (string, error) {
-	named, err := reference.ParseNamed(s)
-	if err != nil {
-		if full, nerr := reference.ParseNormalizedNamed(s); nerr == nil {
-			return "", &Error{CodeInvalid, fmt.Sprintf(
-				"image name %q has no registry host: write HOST[:PORT]/REPOSITORY[:TAG], for example %s",
-				s, reference.TagNameOnly(full))}
-		}
+	bad := func(why string) (string, error) {
 		return "", &Error{CodeInvalid, fmt.Sprintf(
-			"image name %q: %v: write HOST[:PORT]/REPOSITORY[:TAG][@DIGEST]", s, err)}
+			"image name %q: %s; write HOST[:PORT]/REPOSITORY[:TAG][@DIGEST], for example registry.example/redis:7", s, why)}
+	}
+	parsed, err := reference.Parse(s)
+	if err != nil {
+		return bad(err.Error())
+	}
+	named, ok := parsed.(reference.Named)
+	if !ok {
+		return bad("it has no repository")
+	}
+	if host := reference.Domain(named); host != "localhost" && !strings.ContainsAny(host, ".:") {
+		return bad("it has no registry host")
 	}
 	return reference.TagNameOnly(named).String(), nil
 }
