@@ -18,10 +18,10 @@ import (
 )
 
 // dial starts d and returns a client of it.
-func dial(t *testing.T, d *apitest.Daemon) *api.Client {
+func dial(t *testing.T, d apitest.Funcs) *api.Client {
 	t.Helper()
 	root := t.TempDir()
-	stop, err := d.Start(root)
+	stop, err := apitest.Start(root, d)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -38,18 +38,18 @@ func TestRequests(t *testing.T) {
 	images := []api.Image{{Ref: "r.example/a:1", State: "complete", Files: 3, Created: now}}
 	container := api.Container{ID: "web 1", Ref: "r.example/a:1", Config: []byte(`{"os":"linux"}`), Created: now}
 	var removed []string
-	c := dial(t, &apitest.Daemon{
-		Images:      func() ([]api.Image, error) { return images, nil },
-		RemoveImage: func(ref string) error { removed = append(removed, ref); return nil },
-		CreateContainer: func(req api.ContainerRequest) (*api.Container, error) {
+	c := dial(t, apitest.Funcs{
+		Images_:      func(context.Context) ([]api.Image, error) { return images, nil },
+		RemoveImage_: func(_ context.Context, ref string) error { removed = append(removed, ref); return nil },
+		CreateContainer_: func(_ context.Context, req api.ContainerRequest) (*api.Container, error) {
 			if req != (api.ContainerRequest{ID: "web 1", Ref: "r.example/a:1"}) {
 				t.Errorf("request %+v", req)
 			}
 			return &container, nil
 		},
-		Containers:      func() ([]api.Container, error) { return []api.Container{container}, nil },
-		RemoveContainer: func(id string) error { removed = append(removed, id); return nil },
-		Status:          func() (*api.Status, error) { return &api.Status{PID: 7, Gate: "fanotify"}, nil },
+		Containers_:      func(context.Context) ([]api.Container, error) { return []api.Container{container}, nil },
+		RemoveContainer_: func(_ context.Context, id string) error { removed = append(removed, id); return nil },
+		Status_:          func(context.Context) (*api.Status, error) { return &api.Status{PID: 7, Gate: "fanotify"}, nil },
 	})
 	ctx := t.Context()
 
@@ -79,7 +79,7 @@ func TestRequests(t *testing.T) {
 
 func TestErrorKeepsItsCode(t *testing.T) {
 	want := &api.Error{Code: api.CodeConflict, Message: "image r.example/a is used by container x"}
-	c := dial(t, &apitest.Daemon{RemoveImage: func(string) error { return want }})
+	c := dial(t, apitest.Funcs{RemoveImage_: func(context.Context, string) error { return want }})
 	err := c.RemoveImage(t.Context(), "r.example/a")
 	if got, ok := errors.AsType[*api.Error](err); !ok || *got != *want {
 		t.Errorf("got %#v, want %#v", err, want)
@@ -108,9 +108,11 @@ func TestPull(t *testing.T) {
 	}
 	for _, test := range tests {
 		t.Run(test.name, func(t *testing.T) {
-			c := dial(t, &apitest.Daemon{Pull: func(_ context.Context, _ api.PullRequest, emit func(api.Event)) error {
+			c := dial(t, apitest.Funcs{Pull_: func(_ context.Context, _ api.PullRequest, emit func(api.Event) error) error {
 				for _, ev := range test.events {
-					emit(ev)
+					if err := emit(ev); err != nil {
+						return err
+					}
 				}
 				return test.err
 			}})
@@ -144,8 +146,10 @@ func TestPullStreams(t *testing.T) {
 	ctx, cancel := context.WithCancelCause(t.Context())
 	defer cancel(nil)
 	left := make(chan struct{})
-	c := dial(t, &apitest.Daemon{Pull: func(ctx context.Context, _ api.PullRequest, emit func(api.Event)) error {
-		emit(api.Event{Event: api.Resolved})
+	c := dial(t, apitest.Funcs{Pull_: func(ctx context.Context, _ api.PullRequest, emit func(api.Event) error) error {
+		if err := emit(api.Event{Event: api.Resolved}); err != nil {
+			return err
+		}
 		<-ctx.Done()
 		close(left)
 		return ctx.Err()
@@ -175,7 +179,7 @@ func TestVerify(t *testing.T) {
 		{"fails", fail, []api.VerifyEvent{{}}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			c := dial(t, &apitest.Daemon{Verify: func(_ context.Context, ref string, emit func(api.VerifyEvent)) error {
+			c := dial(t, apitest.Funcs{Verify_: func(_ context.Context, ref string, emit func(api.VerifyEvent) error) error {
 				if ref != "r.example/a:1" {
 					t.Errorf("ref %q", ref)
 				}
@@ -183,7 +187,9 @@ func TestVerify(t *testing.T) {
 					return test.err
 				}
 				for _, ev := range test.want {
-					emit(ev)
+					if err := emit(ev); err != nil {
+						return err
+					}
 				}
 				return nil
 			}})
@@ -262,7 +268,7 @@ func TestNormalRef(t *testing.T) {
 		{"[::1]:5000/a", "[::1]:5000/a:latest", ""},
 		{"r.example/redis@" + d, "r.example/redis@" + d, ""},
 		{"r.example/redis:7@" + d, "r.example/redis:7@" + d, ""},
-		{"docker.io/redis", "docker.io/redis:latest", ""},
+		{"docker.io/redis", "docker.io/library/redis:latest", ""},
 		{"redis:7", "", "it has no registry host"},
 		{"library/redis", "", "it has no registry host"},
 		{d, "", "it has no registry host"},

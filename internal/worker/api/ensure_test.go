@@ -38,8 +38,8 @@ func daemon(root string, mode []string) int {
 	}
 	ctx, cancel := signal.NotifyContext(context.Background(), syscall.SIGTERM)
 	defer cancel()
-	d := &apitest.Daemon{Status: func() (*api.Status, error) { return &api.Status{PID: os.Getpid()}, nil }}
-	stop, err := d.Start(root)
+	d := apitest.Funcs{Status_: func(context.Context) (*api.Status, error) { return &api.Status{PID: os.Getpid()}, nil }}
+	stop, err := apitest.Start(root, d)
 	if err != nil {
 		fmt.Println(err)
 		return 1

@@ -27,5 +27,9 @@ func NormalRef(s string) (string, error) {
 	if host := reference.Domain(named); host != "localhost" && !strings.ContainsAny(host, ".:") {
 		return bad("it has no registry host")
 	}
+	// docker.io/redis is docker.io/library/redis.
+	if named, err = reference.ParseNormalizedNamed(s); err != nil {
+		return bad(err.Error())
+	}
 	return reference.TagNameOnly(named).String(), nil
 }

@@ -1,0 +1,157 @@
+package api
+
+import (
+	"context"
+	"encoding/json"
+	"net/http"
+)
+
+// Service is what the daemon does, one method for each request. Errors that
+// carry an *Error keep its code; others reach the client as CodeInternal.
+type Service interface {
+	// Pull starts the pull of an image, or joins the one that runs, and emits
+	// its events until the one that req.Until names. When ctx ends, Pull
+	// returns and the pull goes on.
+	Pull(ctx context.Context, req PullRequest, emit func(Event) error) error
+	Images(ctx context.Context) ([]Image, error)
+	// RemoveImage fails with CodeConflict while a container uses the image.
+	RemoveImage(ctx context.Context, ref string) error
+	// CreateContainer fails with CodeNotFound when the image is not mounted,
+	// with CodeConflict when the ID is taken.
+	CreateContainer(ctx context.Context, req ContainerRequest) (*Container, error)
+	Containers(ctx context.Context) ([]Container, error)
+	// RemoveContainer fails with CodeConflict while the container runs.
+	RemoveContainer(ctx context.Context, id string) error
+	// Verify compares every local byte of an image with its digest. The last
+	// event has Done set.
+	Verify(ctx context.Context, ref string, emit func(VerifyEvent) error) error
+	Status(ctx context.Context) (*Status, error)
+}
+
+// maxRequest bounds a request's body. Requests are names and flags.
+const maxRequest = 64 << 10
+
+// Handler serves s over HTTP as the package comment says.
+func Handler(s Service) http.Handler {
+	mux := http.NewServeMux()
+	mux.HandleFunc("POST /v1/pulls", func(w http.ResponseWriter, r *http.Request) {
+		req, err := decode[PullRequest](w, r)
+		if err != nil {
+			WriteError(w, err)
+			return
+		}
+		out := &stream{w: w}
+		var last Event
+		err = s.Pull(r.Context(), req, func(ev Event) error {
+			last = ev
+			return out.send(ev)
+		})
+		switch {
+		case err == nil:
+		case !out.begun:
+			WriteError(w, err)
+		case last.Err == "":
+			e := AsError(err)
+			last.Event, last.Err, last.Code = Failed, e.Message, e.Code
+			_ = out.send(last) // the client may be gone: nobody is left to tell
+		}
+	})
+	mux.HandleFunc("POST /v1/verify", func(w http.ResponseWriter, r *http.Request) {
+		out := &stream{w: w}
+		var last VerifyEvent
+		err := s.Verify(r.Context(), r.URL.Query().Get("ref"), func(ev VerifyEvent) error {
+			last = ev
+			return out.send(ev)
+		})
+		switch {
+		case err == nil:
+		case !out.begun:
+			WriteError(w, err)
+		case last.Err == "":
+			e := AsError(err)
+			last.Bad, last.Err, last.Code = "", e.Message, e.Code
+			_ = out.send(last)
+		}
+	})
+	mux.HandleFunc("GET /v1/images", func(w http.ResponseWriter, r *http.Request) {
+		v, err := s.Images(r.Context())
+		answer(w, http.StatusOK, nonNil(v), err)
+	})
+	mux.HandleFunc("DELETE /v1/images", func(w http.ResponseWriter, r *http.Request) {
+		gone(w, s.RemoveImage(r.Context(), r.URL.Query().Get("ref")))
+	})
+	mux.HandleFunc("POST /v1/containers", func(w http.ResponseWriter, r *http.Request) {
+		req, err := decode[ContainerRequest](w, r)
+		if err != nil {
+			WriteError(w, err)
+			return
+		}
+		v, err := s.CreateContainer(r.Context(), req)
+		answer(w, http.StatusCreated, v, err)
+	})
+	mux.HandleFunc("GET /v1/containers", func(w http.ResponseWriter, r *http.Request) {
+		v, err := s.Containers(r.Context())
+		answer(w, http.StatusOK, nonNil(v), err)
+	})
+	mux.HandleFunc("DELETE /v1/containers/{id}", func(w http.ResponseWriter, r *http.Request) {
+		gone(w, s.RemoveContainer(r.Context(), r.PathValue("id")))
+	})
+	mux.HandleFunc("GET /v1/status", func(w http.ResponseWriter, r *http.Request) {
+		v, err := s.Status(r.Context())
+		answer(w, http.StatusOK, v, err)
+	})
+	return mux
+}
+
+func decode[T any](w http.ResponseWriter, r *http.Request) (T, error) {
+	var v T
+	d := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxRequest))
+	// A field that this daemon does not know is a newer client's: to ignore it
+	// would do something other than what was asked.
+	d.DisallowUnknownFields()
+	if err := d.Decode(&v); err != nil {
+		return v, &Error{CodeInvalid, "request body: " + err.Error()}
+	}
+	return v, nil
+}
+
+// nonNil makes an empty list [] in JSON, not null.
+func nonNil[T any](s []T) []T {
+	if s == nil {
+		return []T{}
+	}
+	return s
+}
+
+func answer(w http.ResponseWriter, status int, v any, err error) {
+	if err != nil {
+		WriteError(w, err)
+		return
+	}
+	writeJSON(w, status, v)
+}
+
+func gone(w http.ResponseWriter, err error) {
+	if err != nil {
+		WriteError(w, err)
+		return
+	}
+	w.WriteHeader(http.StatusNoContent)
+}
+
+// stream writes one JSON object a line, each sent at once.
+type stream struct {
+	w     http.ResponseWriter
+	begun bool
+}
+
+func (s *stream) send(v any) error {
+	if !s.begun {
+		s.w.Header().Set("Content-Type", "application/x-ndjson")
+		s.begun = true
+	}
+	if err := json.NewEncoder(s.w).Encode(v); err != nil {
+		return err
+	}
+	return http.NewResponseController(s.w).Flush()
+}
