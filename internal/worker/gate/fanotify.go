@@ -1,0 +1,907 @@
+package gate
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"math"
+	"os"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"hydrofoil.dev/foil/internal/kernel"
+)
+
+// Names under which the keeper holds what a gate needs to survive its daemon.
+const (
+	KeptGroup   = "gate/group"   // the fanotify group
+	KeptJournal = "gate/journal" // the journal of unanswered events
+	// KeptArena and the name given to Guard: a descriptor of the arena that was
+	// opened before its mark. Only such a descriptor reads and writes the arena without waiting
+	// for itself, so the next daemon must go on with this one and must not open the
+	// arena by its path.
+	KeptArena = "arena/"
+)
+
+// ErrNoGate is returned by Takeover when there is no gate to inherit: this is
+// the first start, or daemon and keeper died together. In the latter case
+// mounts over incomplete arenas serve zeros for holes. The caller must serve
+// nothing from them, remount them behind a new gate, and report them
+// (invariant 3).
+var ErrNoGate = errors.New("no gate to take over")
+
+// Keeper holds descriptors for the gate in another process. Both methods
+// return only when the keeper has done it.
+type Keeper interface {
+	Put(ctx context.Context, name string, f *os.File) error
+	Drop(ctx context.Context, name string) error
+}
+
+// Options of a fanotify gate.
+type Options struct {
+	// Keeper is the second holder of the gate. Without one (nil) a crash of
+	// this process lets waiting reads through as zeros.
+	Keeper Keeper
+	// Held is what the keeper held when this process started, by name;
+	// Takeover looks for the group and the journal in it. Files that it uses
+	// belong to the gate from then on; the others it leaves alone.
+	Held map[string]*os.File
+	// Logger gets what an operator should know. Nil: slog.Default().
+	Logger *slog.Logger
+	// MaxPending bounds the events read and not answered, each of which costs
+	// a descriptor and a goroutine; 0 means 16,000. It is lowered to what
+	// RLIMIT_NOFILE leaves room for. At the bound the gate stops reading until one is
+	// answered: further reads wait in the kernel's queue, which has no limit.
+	MaxPending int
+
+	// stop, when set by a crash test, is called at named points.
+	stop func(point string)
+}
+
+const (
+	defaultMaxPending = 16000
+	batch             = 64 // events in one read of the group
+	minSlots          = 2 * batch
+	// maxNumber bounds the numbers of events, and so what a takeover has to
+	// clear: some 30 ms.
+	maxNumber = 65536
+	// lateEvents is for how long after Release events of an arena can still
+	// turn up that were raised before it.
+	lateEvents = time.Minute
+)
+
+// Stats counts what a gate did since this process made it.
+type Stats struct {
+	Events  int64 // read
+	Waits   int64 // of those: found absent, had to wait
+	Denied  int64 // failed with EIO
+	Pending int   // read and not answered now
+}
+
+// Fanotify is a Gate of fanotify pre-content events (Linux 6.14). It belongs
+// to one process at a time; that only one daemon runs on a root is the
+// caller's business.
+//
+// # The way of an event
+//
+// One goroutine reads the group, up to 64 events at once. Each gets noted in
+// the journal before anything else is done with it. If its range is present
+// it is answered there and then. Else a goroutine calls Backing.Need and
+// answers. After the answer the journal's slot is freed, and only then the
+// event's descriptor closed: a number must not be given to another event while the slot
+// still speaks of the old one.
+//
+// # When a process dies
+//
+// The kernel knows an event that was read only by its number, the descriptor
+// number it got in the process that read it. When that process dies and the
+// keeper still holds the group, the event stays, under that number, and any
+// holder may answer it; but nobody is told of it again. Takeover therefore,
+// before anything is read:
+//
+//  1. takes group and journal from the keeper. No group: ErrNoGate.
+//  2. denies with EIO every number below the journal's limit that the journal
+//     does not hold. These were read but not yet noted (the process died in
+//     between), so nobody knows their range; without an answer their readers
+//     would wait for ever. An answer to a number that no event has does
+//     nothing. It must happen before the first read, because a new event
+//     would get one of these numbers.
+//  3. occupies each number the journal holds (a duplicate of /dev/null), until
+//     its event is answered. Otherwise a new event could get the same number
+//     as an old one, and an answer could let the wrong one through. Where
+//     the number is in use in this process already it cannot be occupied; should it
+//     become free and a new event get it, then both events are held until
+//     both ranges are here, and answered together.
+//
+// Then the caller puts its arenas back with Guard, at which the noted events
+// of each go on waiting for their ranges; and calls Start, which denies noted
+// events of arenas nobody knows, and reads on.
+//
+// # Killed readers
+//
+// A reader waits killably (Linux 6.14 to 6.18: fanotify_get_response uses a
+// killable, freezable wait), so SIGKILL ends it at once. Its event, if it was
+// not read yet, is taken from the queue; else it stays under its number, and is
+// freed with its answer, which is as good as any. So its Need goes on and
+// nothing leaks.
+type Fanotify struct {
+	group   *os.File
+	groupFD int // group's descriptor, valid until Close has waited
+	journal *journal
+	keeper  Keeper
+	log     *slog.Logger
+	max     int
+	stop    func(string)
+
+	ctx    context.Context // ends with Close
+	cancel context.CancelFunc
+	wg     sync.WaitGroup // the reader and every wait
+
+	// arenas is what the reader looks events up in. The map is replaced, never
+	// changed, under mu.
+	arenas atomic.Pointer[map[inode]*guarded]
+
+	events, waits, denied atomic.Int64
+
+	mu        sync.Mutex
+	room      sync.Cond // mu; signalled when a slot is freed or the gate closes
+	names     map[string]*guarded
+	freeSlots []int
+	pending   int // slots taken
+	started   bool
+	closed    bool
+	// stale has the numbers that an earlier daemon left, until answered.
+	stale  map[int32]*staleNumber
+	nStale atomic.Int32 // len(stale), for the reader's quick check
+}
+
+// guarded is an arena behind the gate, or one released a moment ago.
+type guarded struct {
+	name    string
+	inode   inode
+	file    *os.File // the caller's
+	backing Backing
+	ctx     context.Context // ends with Release or Close
+	cancel  context.CancelFunc
+	// released is set, before ctx is cancelled, when Release has removed the mark.
+	released atomic.Bool
+	since    time.Time // of the release
+
+	logMu    sync.Mutex
+	logged   time.Time
+	unlogged int
+}
+
+// staleNumber is a number under which events of an earlier daemon wait,
+// guarded by the gate's mu.
+type staleNumber struct {
+	number  int32
+	open    int  // events whose range is not decided
+	answers int  // events that wait for an answer under this number
+	deny    bool // one of them must fail; so all do
+	slots   []int
+	owned   bool // the number is a descriptor of the gate, to be closed
+	waiting []journalSlot
+}
+
+var _ Gate = (*Fanotify)(nil)
+
+// New makes a gate that nobody held before. Group and journal are with the
+// keeper when it returns. Call Start before anything reads a guarded arena
+// through the gate.
+func New(ctx context.Context, o Options) (*Fanotify, error) {
+	limit, err := numberLimit()
+	if err != nil {
+		return nil, err
+	}
+	group, err := kernel.NewFanotifyGroup()
+	if err != nil {
+		return nil, err
+	}
+	j, err := newJournal(limit)
+	if err != nil {
+		group.Close()
+		return nil, err
+	}
+	g, err := newFanotify(group, j, limit, o)
+	if err != nil {
+		group.Close()
+		j.close()
+		return nil, err
+	}
+	if err := g.keep(ctx); err != nil {
+		return nil, errors.Join(err, g.Close())
+	}
+	return g, nil
+}
+
+// Takeover goes on with the gate that an earlier daemon left with the keeper;
+// what it does, and why, is described at Fanotify. It returns ErrNoGate when
+// o.Held has none. Afterwards: Guard for every incomplete arena, with the file that
+// o.Held has under KeptArena+name, then Start.
+func Takeover(ctx context.Context, o Options) (*Fanotify, error) {
+	group := o.Held[KeptGroup]
+	if group == nil {
+		return nil, ErrNoGate
+	}
+	if err := checkGroup(group); err != nil {
+		return nil, err
+	}
+	limit, err := numberLimit()
+	if err != nil {
+		return nil, err
+	}
+	log := o.Logger
+	if log == nil {
+		log = slog.Default()
+	}
+	var (
+		j     *journal
+		old   uint64 = maxNumber
+		taken []journalSlot
+	)
+	if f := o.Held[KeptJournal]; f == nil {
+		err = errors.New("the keeper has none")
+	} else {
+		j, old, taken, err = openJournal(f)
+	}
+	if err != nil {
+		// All that is lost is which ranges the unanswered reads want: they
+		// fail with EIO, and everything after them goes on.
+		log.Warn("gate journal is lost: reads that wait now fail with EIO", "err", err)
+		old, taken = maxNumber, nil
+		if j, err = newJournal(max(limit, old)); err != nil {
+			return nil, err
+		}
+	}
+	limit = max(limit, old)
+	j.setLimit(limit)
+	g, err := newFanotify(group, j, limit, o)
+	if err != nil {
+		return nil, err
+	}
+	if err := g.inherit(limit, taken); err != nil {
+		return nil, errors.Join(err, g.Close())
+	}
+	if err := g.keep(ctx); err != nil {
+		return nil, errors.Join(err, g.Close())
+	}
+	return g, nil
+}
+
+func newFanotify(group *os.File, j *journal, limit uint64, o Options) (*Fanotify, error) {
+	g := &Fanotify{
+		group:   group,
+		journal: j,
+		keeper:  o.Keeper,
+		log:     o.Logger,
+		max:     o.MaxPending,
+		stop:    o.stop,
+		names:   map[string]*guarded{},
+		stale:   map[int32]*staleNumber{},
+	}
+	if g.log == nil {
+		g.log = slog.Default()
+	}
+	if g.max <= 0 {
+		g.max = defaultMaxPending
+	}
+	// A quarter of the numbers is for everything else that the process opens,
+	// and two batches of slots for what is in hand when the bound is met.
+	g.max = min(g.max, int(limit)*3/4, j.slots()-minSlots)
+	g.room.L = &g.mu
+	g.ctx, g.cancel = context.WithCancel(context.Background())
+	g.arenas.Store(&map[inode]*guarded{})
+	for i := j.slots() - 1; i >= 0; i-- {
+		g.freeSlots = append(g.freeSlots, i)
+	}
+	rc, err := group.SyscallConn()
+	if err == nil {
+		err = rc.Control(func(fd uintptr) { g.groupFD = int(fd) })
+	}
+	if err != nil {
+		return nil, fmt.Errorf("use fanotify group: %w", err)
+	}
+	return g, nil
+}
+
+// keep puts group and journal with the keeper, journal first: a keeper that
+// has the group has the journal too.
+func (g *Fanotify) keep(ctx context.Context) error {
+	if g.keeper == nil {
+		return nil
+	}
+	if err := g.keeper.Put(ctx, KeptJournal, g.journal.file); err != nil {
+		return fmt.Errorf("give the gate's journal to the keeper: %w", err)
+	}
+	if err := g.keeper.Put(ctx, KeptGroup, g.group); err != nil {
+		return fmt.Errorf("give the gate's group to the keeper: %w", err)
+	}
+	return nil
+}
+
+// checkGroup tells a fanotify group from another file under its name.
+func checkGroup(f *os.File) error {
+	rc, err := f.SyscallConn()
+	if err != nil {
+		return fmt.Errorf("take over gate: %w", err)
+	}
+	var target string
+	cerr := rc.Control(func(fd uintptr) {
+		target, err = os.Readlink(fmt.Sprintf("/proc/self/fd/%d", fd))
+	})
+	if err = errors.Join(cerr, err); err != nil {
+		return fmt.Errorf("take over gate: %w", err)
+	}
+	if target != "anon_inode:[fanotify]" {
+		return fmt.Errorf("take over gate: the keeper's %s is %s, not a fanotify group", KeptGroup, target)
+	}
+	return nil
+}
+
+// numberLimit returns the bound of all descriptor numbers in this process,
+// and lowers RLIMIT_NOFILE to maxNumber if it is above: an event with a number that
+// no takeover clears could hang its reader.
+func numberLimit() (uint64, error) {
+	var rl unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &rl); err != nil {
+		return 0, fmt.Errorf("read the limit of open files: %w", err)
+	}
+	if rl.Cur > maxNumber {
+		// By way of syscall, so that children get the same.
+		s := syscall.Rlimit{Cur: maxNumber, Max: rl.Max}
+		if err := syscall.Setrlimit(unix.RLIMIT_NOFILE, &s); err != nil {
+			return 0, fmt.Errorf("lower the limit of open files to %d: %w", maxNumber, err)
+		}
+		rl.Cur = maxNumber
+	}
+	return rl.Cur, nil
+}
+
+// inherit does steps 2 and 3 of a takeover.
+func (g *Fanotify) inherit(limit uint64, taken []journalSlot) error {
+	noted := make(map[int32]bool, len(taken))
+	for _, s := range taken {
+		noted[s.number] = true
+	}
+	denied := 0
+	for n := range int32(limit) {
+		if noted[n] {
+			continue
+		}
+		switch err := kernel.FanotifyDeny(g.groupFD, n, unix.EIO); err {
+		case nil:
+			denied++
+		case unix.ENOENT:
+		default:
+			return fmt.Errorf("take over gate: deny event %d: %w", n, err)
+		}
+	}
+	if denied > 0 {
+		g.denied.Add(int64(denied))
+		g.log.Warn("reads failed with EIO: the last daemon died before it noted them", "reads", denied)
+	}
+
+	null, err := unix.Open(os.DevNull, unix.O_RDONLY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return fmt.Errorf("take over gate: open %s: %w", os.DevNull, err)
+	}
+	defer unix.Close(null)
+	slotTaken := make(map[int]bool, len(taken))
+	for _, s := range taken {
+		slotTaken[s.slot] = true
+		sn := g.stale[s.number]
+		if sn == nil {
+			sn = &staleNumber{number: s.number}
+			// Asks for the number or the next free one above it: unlike dup2 it
+			// never closes what somebody else has there.
+			got, err := unix.FcntlInt(uintptr(null), unix.F_DUPFD_CLOEXEC, int(s.number))
+			switch {
+			case err == nil && got == int(s.number):
+				sn.owned = true
+			case err == nil:
+				unix.Close(got)
+			case errors.Is(err, unix.EINVAL), errors.Is(err, unix.EMFILE):
+				// Above this process's own limit: no event can get it here.
+			default:
+				return fmt.Errorf("take over gate: occupy number %d: %w", s.number, err)
+			}
+			g.stale[s.number] = sn
+		}
+		sn.open++
+		sn.answers++
+		sn.slots = append(sn.slots, s.slot)
+		sn.waiting = append(sn.waiting, s)
+	}
+	free := g.freeSlots[:0]
+	for _, i := range g.freeSlots {
+		if !slotTaken[i] {
+			g.journal.free(i) // it may hold what parseJournal would not believe
+			free = append(free, i)
+		}
+	}
+	g.freeSlots = free
+	g.pending = len(taken)
+	g.nStale.Store(int32(len(g.stale)))
+	if len(taken) > 0 {
+		g.log.Info("took over waiting reads", "reads", len(taken))
+	}
+	return nil
+}
+
+// Guard implements Gate. The keeper holds file before the mark is made. The
+// name must be new, unless the last arena of that name was released; after Takeover
+// it is the name that the arena had in the daemon before. file must stay open until Release
+// or Close.
+func (g *Fanotify) Guard(name string, file *os.File, b Backing) error {
+	st, err := file.Stat()
+	if err != nil {
+		return fmt.Errorf("guard arena %s: %w", name, err)
+	}
+	sys, ok := st.Sys().(*syscall.Stat_t)
+	if !ok || !st.Mode().IsRegular() {
+		return fmt.Errorf("guard arena %s: not a regular file", name)
+	}
+	a := &guarded{
+		name:    name,
+		inode:   inode{uint64(sys.Dev), sys.Ino},
+		file:    file,
+		backing: b,
+	}
+	a.ctx, a.cancel = context.WithCancel(g.ctx)
+
+	// It can be found before the mark lets the first event come.
+	g.mu.Lock()
+	err = g.addLocked(a)
+	g.mu.Unlock()
+	if err != nil {
+		a.cancel()
+		return fmt.Errorf("guard arena %s: %w", name, err)
+	}
+	if err = g.mark(a); err != nil {
+		g.mu.Lock()
+		delete(g.names, name)
+		g.setLocked(a.inode, nil)
+		g.mu.Unlock()
+		a.cancel()
+		return fmt.Errorf("guard arena %s: %w", name, err)
+	}
+	g.resume(a)
+	return nil
+}
+
+func (g *Fanotify) addLocked(a *guarded) error {
+	if g.closed {
+		return os.ErrClosed
+	}
+	if g.names[a.name] != nil {
+		return errors.New("the name is in use")
+	}
+	if was := (*g.arenas.Load())[a.inode]; was != nil && !was.released.Load() {
+		return fmt.Errorf("the file is behind the gate already, as %s", was.name)
+	}
+	g.names[a.name] = a
+	g.setLocked(a.inode, a)
+	return nil
+}
+
+// setLocked replaces the map of arenas: key is a, or is gone (nil). Arenas
+// released so long ago that no event of theirs can be on its way go too.
+func (g *Fanotify) setLocked(key inode, a *guarded) {
+	next := make(map[inode]*guarded)
+	for k, v := range *g.arenas.Load() {
+		if k != key && !(v.released.Load() && time.Since(v.since) > lateEvents) {
+			next[k] = v
+		}
+	}
+	if a != nil {
+		next[key] = a
+	}
+	g.arenas.Store(&next)
+}
+
+func (g *Fanotify) mark(a *guarded) error {
+	if g.keeper != nil {
+		if err := g.keeper.Put(g.ctx, KeptArena+a.name, a.file); err != nil {
+			return fmt.Errorf("give it to the keeper: %w", err)
+		}
+	}
+	err := kernel.MarkPreAccess(g.group, a.file)
+	if err != nil && g.keeper != nil {
+		err = errors.Join(err, g.keeper.Drop(g.ctx, KeptArena+a.name))
+	}
+	return err
+}
+
+// resume lets the events that an earlier daemon noted for a wait on.
+func (g *Fanotify) resume(a *guarded) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	for _, sn := range g.stale {
+		keep := sn.waiting[:0]
+		for _, s := range sn.waiting {
+			if s.inode != a.inode {
+				keep = append(keep, s)
+				continue
+			}
+			g.waitLocked(a, pendingEvent{record: s.record, slot: s.slot, stale: sn})
+		}
+		sn.waiting = keep
+	}
+}
+
+// Release implements Gate. Reads of the arena that wait go on if their range is present and fail with EIO
+// if it is not; every later read is let through by the kernel unasked, so an arena
+// with absent blocks must not be mounted any more.
+func (g *Fanotify) Release(name string) error {
+	g.mu.Lock()
+	a := g.names[name]
+	g.mu.Unlock()
+	if a == nil {
+		return fmt.Errorf("release arena %s: not behind the gate", name)
+	}
+	if err := kernel.UnmarkPreAccess(g.group, a.file); err != nil {
+		return fmt.Errorf("release arena %s: %w", name, err)
+	}
+	g.mu.Lock()
+	if g.names[name] != a {
+		g.mu.Unlock()
+		return fmt.Errorf("release arena %s: released twice at once", name)
+	}
+	delete(g.names, name)
+	a.since = time.Now()
+	a.released.Store(true)
+	// It stays findable: events raised before may still be in the queue.
+	g.setLocked(a.inode, a)
+	g.mu.Unlock()
+	a.cancel()
+	if g.keeper != nil {
+		if err := g.keeper.Drop(g.ctx, KeptArena+name); err != nil {
+			return fmt.Errorf("release arena %s: take it from the keeper: %w", name, err)
+		}
+	}
+	return nil
+}
+
+// Start begins to answer. After Takeover, every arena must be back behind the
+// gate by now: noted events of other arenas are denied with EIO.
+func (g *Fanotify) Start() error {
+	rc, err := g.group.SyscallConn()
+	if err != nil {
+		return fmt.Errorf("start gate: %w", err)
+	}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.closed || g.started {
+		return errors.New("start gate: it is closed or was started before")
+	}
+	g.started = true
+	for _, sn := range g.stale {
+		for _, s := range sn.waiting {
+			g.log.Warn("read failed with EIO: it waits for an arena that is not here any more",
+				"dev", s.inode.dev, "inode", s.inode.ino, "offset", s.off, "count", s.n)
+			g.denied.Add(1)
+			g.decideStaleLocked(sn, false)
+		}
+		sn.waiting = nil
+	}
+	g.wg.Go(func() { g.read(rc) })
+	return nil
+}
+
+// Stats returns what the gate did so far.
+func (g *Fanotify) Stats() Stats {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return Stats{Events: g.events.Load(), Waits: g.waits.Load(), Denied: g.denied.Load(), Pending: g.pending}
+}
+
+// Close implements Gate: it answers nothing any more and waits for its
+// goroutines. Events without an answer stay in the journal for the next daemon. The keeper keeps what it
+// holds.
+func (g *Fanotify) Close() error {
+	g.mu.Lock()
+	if g.closed {
+		g.mu.Unlock()
+		return nil
+	}
+	g.closed = true
+	g.mu.Unlock()
+	g.cancel()
+	g.room.Broadcast()
+	// Wakes the reader but leaves the descriptor, which waits still use.
+	g.group.SetReadDeadline(time.Unix(1, 0))
+	g.wg.Wait()
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	for _, sn := range g.stale {
+		if sn.owned {
+			unix.Close(int(sn.number))
+		}
+	}
+	return errors.Join(g.group.Close(), g.journal.close())
+}
+
+// pendingEvent is an event that has a slot in the journal and no answer.
+type pendingEvent struct {
+	record
+	slot  int
+	pid   int32
+	stale *staleNumber // not nil: its number is shared with a stale event
+}
+
+// read is the reader goroutine.
+func (g *Fanotify) read(rc syscall.RawConn) {
+	var (
+		buf    [batch * kernel.PreAccessEventLen]byte
+		events []kernel.FanotifyEvent
+		taken  []pendingEvent
+	)
+	for {
+		n := g.waitForRoom()
+		if n == 0 {
+			return
+		}
+		var (
+			got  int
+			rerr error
+		)
+		err := rc.Read(func(fd uintptr) bool {
+			got, rerr = unix.Read(int(fd), buf[:n*kernel.PreAccessEventLen])
+			return rerr != unix.EAGAIN
+		})
+		if g.ctx.Err() != nil && got <= 0 {
+			return
+		}
+		if err != nil {
+			g.log.Error("gate stops: its group cannot be waited for", "err", err)
+			return
+		}
+		if rerr != nil || got <= 0 {
+			if rerr == unix.EINTR {
+				continue
+			}
+			// Without a free descriptor the kernel fails the read it could not
+			// tell us of (EPERM). Go slowly, and the others wait instead.
+			g.log.Error("gate cannot read an event; the read behind it failed", "err", rerr)
+			select {
+			case <-g.ctx.Done():
+				return
+			case <-time.After(100 * time.Millisecond):
+			}
+			continue
+		}
+		g.at("read")
+		events, err = kernel.ParseFanotifyEvents(events[:0], buf[:got])
+		if err != nil {
+			g.log.Error("gate cannot understand the kernel; reads may hang until the daemon is restarted", "err", err)
+		}
+		taken = g.note(taken[:0], events)
+		g.at("noted")
+		for _, p := range taken {
+			g.handle(p)
+		}
+		g.at("handled")
+	}
+}
+
+func (g *Fanotify) at(point string) {
+	if g.stop != nil {
+		g.stop(point)
+	}
+}
+
+// waitForRoom returns how many events may be read now, 0 when the gate
+// closes.
+func (g *Fanotify) waitForRoom() int {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	for !g.closed && g.pending >= g.max {
+		g.room.Wait()
+	}
+	if g.closed {
+		return 0
+	}
+	return min(batch, g.max-g.pending)
+}
+
+// note writes events into the journal, and denies what cannot be noted.
+func (g *Fanotify) note(dst []pendingEvent, events []kernel.FanotifyEvent) []pendingEvent {
+	g.events.Add(int64(len(events)))
+	for _, e := range events {
+		if e.Number < 0 {
+			g.log.Error("gate got an event without a descriptor", "number", e.Number, "mask", e.Mask)
+			continue
+		}
+		var st unix.Stat_t
+		err := unix.Fstat(int(e.Number), &st)
+		if err != nil {
+			g.drop(e.Number, fmt.Errorf("stat the event's descriptor: %w", err))
+			continue
+		}
+		p := pendingEvent{
+			record: record{inode: inode{uint64(st.Dev), st.Ino}, number: e.Number},
+			pid:    e.PID,
+		}
+		p.off, p.n = eventRange(e, st.Size)
+		g.mu.Lock()
+		if len(g.freeSlots) == 0 {
+			g.mu.Unlock()
+			g.drop(e.Number, errors.New("the journal is full"))
+			continue
+		}
+		p.slot = g.freeSlots[len(g.freeSlots)-1]
+		g.freeSlots = g.freeSlots[:len(g.freeSlots)-1]
+		g.pending++
+		if g.nStale.Load() > 0 {
+			if sn := g.stale[e.Number]; sn != nil {
+				sn.open++
+				sn.answers++
+				sn.slots = append(sn.slots, p.slot)
+				sn.owned = true
+				p.stale = sn
+			}
+		}
+		g.mu.Unlock()
+		g.journal.take(p.slot, p.record)
+		dst = append(dst, p)
+	}
+	return dst
+}
+
+// eventRange is the part of an event's range that lies in the file, size
+// bytes long: what is read beyond its end is nothing.
+func eventRange(e kernel.FanotifyEvent, size int64) (off, n int64) {
+	if !e.Ranged {
+		return 0, size
+	}
+	if e.Offset >= uint64(size) {
+		return size, 0
+	}
+	off = int64(e.Offset)
+	return off, int64(min(e.Count, uint64(size)-e.Offset, math.MaxInt64))
+}
+
+// drop denies an event that has no slot.
+func (g *Fanotify) drop(number int32, why error) {
+	g.denied.Add(1)
+	g.log.Error("read failed with EIO: gate cannot handle its event", "err", why)
+	if err := kernel.FanotifyDeny(g.groupFD, number, unix.EIO); err != nil {
+		g.log.Error("gate cannot answer", "number", number, "err", err)
+	}
+	unix.Close(int(number))
+}
+
+// handle answers an event, now or, by way of a goroutine, when its range is here.
+func (g *Fanotify) handle(p pendingEvent) {
+	a := (*g.arenas.Load())[p.inode]
+	switch {
+	case a == nil:
+		g.log.Warn("read failed with EIO: no arena of this gate",
+			"dev", p.inode.dev, "inode", p.inode.ino, "offset", p.off, "count", p.n, "pid", p.pid)
+		g.decide(p, false)
+	case a.backing.Present(p.off, p.n):
+		g.decide(p, true)
+	default:
+		g.mu.Lock()
+		g.waitLocked(a, p)
+		g.mu.Unlock()
+	}
+}
+
+// waitLocked starts the goroutine that answers p when its range is here. After Close there is none, and p
+// stays in the journal.
+func (g *Fanotify) waitLocked(a *guarded, p pendingEvent) {
+	if g.closed {
+		if p.stale == nil {
+			unix.Close(int(p.number))
+		}
+		return
+	}
+	g.waits.Add(1)
+	g.wg.Go(func() {
+		err := a.backing.Need(a.ctx, p.off, p.n)
+		// Need's word is not enough after an error or a Release: the presence
+		// map decides.
+		if a.backing.Present(p.off, p.n) {
+			g.decide(p, true)
+			return
+		}
+		if g.ctx.Err() != nil && err != nil {
+			// The next daemon answers.
+			if p.stale == nil {
+				unix.Close(int(p.number))
+			}
+			return
+		}
+		if err == nil {
+			err = errors.New("the range did not become present")
+		}
+		a.logDenied(g.log, p, err)
+		g.decide(p, false)
+	})
+}
+
+// logDenied says that a read failed, once a second for each arena.
+func (a *guarded) logDenied(log *slog.Logger, p pendingEvent, err error) {
+	a.logMu.Lock()
+	defer a.logMu.Unlock()
+	if time.Since(a.logged) < time.Second {
+		a.unlogged++
+		return
+	}
+	log.Warn("read failed with EIO", "arena", a.name, "offset", p.off, "count", p.n, "pid", p.pid,
+		"err", err, "unlogged", a.unlogged)
+	a.logged, a.unlogged = time.Now(), 0
+}
+
+// decide answers an event and forgets it, in the order that Fanotify's comment gives.
+func (g *Fanotify) decide(p pendingEvent, allow bool) {
+	if !allow {
+		g.denied.Add(1)
+	}
+	if p.stale != nil {
+		g.mu.Lock()
+		g.decideStaleLocked(p.stale, allow)
+		g.mu.Unlock()
+		return
+	}
+	g.answer(p.number, allow, false)
+	g.at("answered")
+	g.journal.free(p.slot)
+	unix.Close(int(p.number))
+	g.mu.Lock()
+	g.releaseSlotLocked(p.slot)
+	g.mu.Unlock()
+}
+
+func (g *Fanotify) releaseSlotLocked(slot int) {
+	g.freeSlots = append(g.freeSlots, slot)
+	g.pending--
+	g.room.Signal()
+}
+
+// decideStaleLocked decides one event of a stale number, and answers when all are
+// decided. The lock makes sure that no new event joins a number that is
+// being answered.
+func (g *Fanotify) decideStaleLocked(sn *staleNumber, allow bool) {
+	sn.open--
+	sn.deny = sn.deny || !allow
+	if sn.open > 0 {
+		return
+	}
+	for range sn.answers {
+		g.answer(sn.number, !sn.deny, true)
+	}
+	delete(g.stale, sn.number)
+	g.nStale.Store(int32(len(g.stale)))
+	for _, slot := range sn.slots {
+		g.journal.free(slot)
+		g.releaseSlotLocked(slot)
+	}
+	if sn.owned {
+		unix.Close(int(sn.number))
+	}
+}
+
+// answer tells the kernel. A stale event may have its answer already: its daemon
+// died before it freed the slot.
+func (g *Fanotify) answer(number int32, allow, stale bool) {
+	var err error
+	if allow {
+		err = kernel.FanotifyAllow(g.groupFD, number)
+	} else {
+		err = kernel.FanotifyDeny(g.groupFD, number, unix.EIO)
+	}
+	if err != nil && !(stale && err == unix.ENOENT) {
+		g.log.Error("gate cannot answer", "number", number, "err", err)
+	}
+}
+
+var _ io.Closer = (*Fanotify)(nil)
