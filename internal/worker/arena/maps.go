@@ -1,0 +1,416 @@
+package arena
+
+import (
+	"crypto/sha256"
+	"encoding/binary"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"hash/crc32"
+	"io"
+	"math/bits"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync/atomic"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+const (
+	presenceMagic = "HFPRESNC"
+	durableMagic  = "HFDURABL"
+	mapsVersion   = 1
+
+	presenceHeader = 4096 // bytes before the maps
+	presenceUsed   = 92   // bytes of it before its checksum
+	durableHeader  = 72   // bytes before the map
+)
+
+var crcTable = crc32.MakeTable(crc32.Castagnoli)
+
+// bootID is /proc/sys/kernel/random/boot_id: what tells one boot from another.
+type bootID [16]byte
+
+func thisBoot() (bootID, error) {
+	const path = "/proc/sys/kernel/random/boot_id"
+	var id bootID
+	b, err := os.ReadFile(path)
+	if err != nil {
+		return id, fmt.Errorf("read the boot ID: %w", err)
+	}
+	h, err := hex.DecodeString(strings.ReplaceAll(strings.TrimSpace(string(b)), "-", ""))
+	if err != nil || len(h) != len(id) {
+		return id, fmt.Errorf("read the boot ID: %s holds %q", path, b)
+	}
+	return bootID(h), nil
+}
+
+// words is how many 64-bit words hold n bits.
+func words(n int) int { return (n + 63) / 64 }
+
+// maps is the presence map in memory: one bit a segment, one bit a block. Words
+// are only touched atomically.
+type maps struct {
+	segments []uint64
+	blocks   []uint64
+}
+
+func newMaps(l *Layout) maps {
+	return maps{
+		segments: make([]uint64, words(l.Segments())),
+		blocks:   make([]uint64, words(int(l.Blocks()))),
+	}
+}
+
+func bit(w []uint64, i int) bool { return atomic.LoadUint64(&w[i/64])>>(i%64)&1 != 0 }
+
+// setBit sets bit i and reports whether it was clear before.
+func setBit(w []uint64, i int) bool {
+	m := uint64(1) << (i % 64)
+	return atomic.OrUint64(&w[i/64], m)&m == 0
+}
+
+// setBits sets the bits [from, to).
+func setBits(w []uint64, from, to int) {
+	for from < to {
+		n := min(64-from%64, to-from)
+		atomic.OrUint64(&w[from/64], ^uint64(0)>>(64-n)<<(from%64))
+		from += n
+	}
+}
+
+// nextClear returns the first clear bit in [from, to), or to.
+func nextClear(w []uint64, from, to int) int {
+	for from < to {
+		v := ^atomic.LoadUint64(&w[from/64]) >> (from % 64)
+		if v != 0 {
+			return min(from+bits.TrailingZeros64(v), to)
+		}
+		from += 64 - from%64
+	}
+	return to
+}
+
+// mark sets the bit of segment i, then those of the blocks that it completes:
+// [from, to), perhaps none. Two calls for the two segments that share a block
+// may run at once: each sets its own bit before it looks at the other's, so at
+// least one of them sees both.
+func (m maps) mark(l *Layout, i int) (fresh bool, from, to int) {
+	fresh = setBit(m.segments, i)
+	off, end := l.offsets[i], l.end(i)
+	from, to = int(off/BlockSize), int((end+int64(l.padding(i)))/BlockSize)
+	if off%BlockSize != 0 && !m.blockHere(l, i, from) {
+		from++
+	}
+	// The block in which this segment ends and another begins.
+	if rest := (end + int64(l.padding(i))) % BlockSize; rest != 0 && to >= from && m.blockHere(l, i, to) {
+		to++
+	}
+	if from >= to {
+		return fresh, 0, 0
+	}
+	setBits(m.blocks, from, to)
+	return fresh, from, to
+}
+
+// blockHere reports whether every segment with bytes in block is present; i is
+// one of them.
+func (m maps) blockHere(l *Layout, i, block int) bool {
+	lo, hi := int64(block)*BlockSize, int64(block+1)*BlockSize
+	for k := i; k >= 0 && l.end(k) > lo; k-- {
+		if !bit(m.segments, k) {
+			return false
+		}
+	}
+	for k := i + 1; k < len(l.offsets) && l.offsets[k] < hi; k++ {
+		if !bit(m.segments, k) {
+			return false
+		}
+	}
+	return true
+}
+
+// fill makes m the maps of exactly the segments in have (little-endian words)
+// and of all holes, and returns their number and bytes.
+func (m maps) fill(l *Layout, have []uint64) (segments int, bytes int64) {
+	clear(m.segments)
+	clear(m.blocks)
+	for i := range l.ids {
+		if l.ids[i].IsHole() || have != nil && have[i/64]>>(i%64)&1 != 0 {
+			m.mark(l, i)
+			segments++
+			bytes += int64(l.lengths[i])
+		}
+	}
+	return segments, bytes
+}
+
+// check compares maps found in a file with what marking could have left there,
+// and returns the segments to believe in. When a process dies in the middle of
+// marking, a segment's bit is set and bits of its blocks are not: such a segment
+// is not believed. Anything else that does not fit is corruption.
+func (m maps) check(l *Layout) (have []uint64, err error) {
+	have = append([]uint64(nil), m.segments...)
+	if n := l.Segments(); n%64 != 0 && have[n/64]>>(n%64) != 0 {
+		return nil, errors.New("bits are set after the last segment")
+	}
+	for i := range l.ids {
+		if l.ids[i].IsHole() {
+			if !bit(have, i) {
+				return nil, fmt.Errorf("segment %d, a hole, is marked absent", i)
+			}
+		}
+	}
+	want := maps{segments: have, blocks: make([]uint64, len(m.blocks))}
+	for i := range l.ids {
+		if bit(have, i) {
+			want.mark(l, i)
+		}
+	}
+	for k := range m.blocks {
+		if extra := m.blocks[k] &^ want.blocks[k]; extra != 0 {
+			return nil, fmt.Errorf("block %d is marked present, a segment in it is not", k*64+bits.TrailingZeros64(extra))
+		}
+	}
+	torn := make([]uint64, len(have))
+	for i := range l.ids {
+		if !bit(have, i) || l.ids[i].IsHole() {
+			continue
+		}
+		from, to := int(l.offsets[i]/BlockSize), int((l.end(i)-1)/BlockSize)+1
+		for b := nextClear(m.blocks, from, to); b < to; b = nextClear(m.blocks, b+1, to) {
+			if want.blocks[b/64]>>(b%64)&1 != 0 {
+				setBit(torn, i)
+				break
+			}
+		}
+	}
+	for k := range have {
+		have[k] &^= torn[k]
+	}
+	return have, nil
+}
+
+// presence is the file presence, mapped.
+type presence struct {
+	maps
+	mem []byte
+}
+
+func presenceSize(l *Layout) int64 {
+	return presenceHeader + 8*int64(words(l.Segments())) + 8*int64(words(int(l.Blocks())))
+}
+
+// header writes the header of l's presence file for a boot.
+func presenceHead(l *Layout, boot bootID) []byte {
+	b := make([]byte, presenceUsed+4)
+	copy(b, presenceMagic)
+	binary.LittleEndian.PutUint32(b[8:], mapsVersion)
+	binary.LittleEndian.PutUint32(b[12:], BlockSize)
+	copy(b[16:], l.digest[:])
+	copy(b[48:], boot[:])
+	binary.LittleEndian.PutUint64(b[64:], uint64(l.size))
+	binary.LittleEndian.PutUint64(b[72:], uint64(l.Segments()))
+	binary.LittleEndian.PutUint64(b[80:], uint64(l.Blocks()))
+	binary.LittleEndian.PutUint32(b[88:], presenceHeader)
+	binary.LittleEndian.PutUint32(b[presenceUsed:], crc32.Checksum(b[:presenceUsed], crcTable))
+	return b
+}
+
+// errOtherBoot says that a presence file is sound, and of an earlier boot.
+var errOtherBoot = errors.New("of an earlier boot")
+
+// checkPresence says why the bytes of a presence file cannot be believed, or
+// returns the segments that they mark.
+func checkPresence(b []byte, l *Layout, boot bootID) ([]uint64, error) {
+	if int64(len(b)) != presenceSize(l) {
+		return nil, fmt.Errorf("%d bytes long, want %d", len(b), presenceSize(l))
+	}
+	if string(b[:8]) != presenceMagic {
+		return nil, errors.New("not a presence map, or one that was being made")
+	}
+	if binary.LittleEndian.Uint32(b[presenceUsed:]) != crc32.Checksum(b[:presenceUsed], crcTable) {
+		return nil, errors.New("its header's checksum is wrong")
+	}
+	if v := binary.LittleEndian.Uint32(b[8:]); v != mapsVersion {
+		return nil, fmt.Errorf("version %d, want %d", v, mapsVersion)
+	}
+	var found bootID
+	copy(found[:], b[48:])
+	if want := presenceHead(l, found); string(want) != string(b[:len(want)]) {
+		return nil, errors.New("of another layout")
+	}
+	if found != boot {
+		return nil, errOtherBoot
+	}
+	return presenceMaps(b, l).check(l)
+}
+
+// presenceMaps returns the maps in the bytes of a presence file, in place when
+// b is aligned, as a mapping is.
+func presenceMaps(b []byte, l *Layout) maps {
+	b = b[presenceHeader:]
+	n, k := words(l.Segments()), words(int(l.Blocks()))
+	if n+k == 0 {
+		return maps{}
+	}
+	w := unsafe.Slice((*uint64)(unsafe.Pointer(unsafe.SliceData(b))), n+k)
+	return maps{segments: w[:n:n], blocks: w[n:]}
+}
+
+// openPresence maps dir's presence file, creating it when it is missing, with a
+// size that fits l. What is in it remains to be checked.
+func openPresence(dir string, l *Layout) (*presence, error) {
+	path := filepath.Join(dir, presenceName)
+	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o600)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	size := presenceSize(l)
+	if st, err := f.Stat(); err != nil {
+		return nil, err
+	} else if st.Size() != size {
+		// Whatever this was, it is not this arena's.
+		if err := f.Truncate(0); err != nil {
+			return nil, err
+		}
+	}
+	// Storing to a mapped page that the disk has no room for would kill the
+	// process with SIGBUS: have all of it allocated.
+	if err := unix.Fallocate(int(f.Fd()), 0, 0, size); err != nil {
+		if !errors.Is(err, unix.EOPNOTSUPP) {
+			return nil, fmt.Errorf("allocate %d bytes for %s: %w", size, path, err)
+		}
+		if err := writeZeros(f, size); err != nil {
+			return nil, err
+		}
+	}
+	mem, err := unix.Mmap(int(f.Fd()), 0, int(size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	if err != nil {
+		return nil, fmt.Errorf("map %s: %w", path, err)
+	}
+	return &presence{maps: presenceMaps(mem, l), mem: mem}, nil
+}
+
+// writeZeros makes f at least size bytes long without keeping a hole before
+// what it appends.
+func writeZeros(f *os.File, size int64) error {
+	st, err := f.Stat()
+	if err != nil {
+		return err
+	}
+	if _, err := f.Seek(st.Size(), io.SeekStart); err != nil {
+		return err
+	}
+	_, err = io.CopyN(f, zeroReader{}, max(0, size-st.Size()))
+	return err
+}
+
+type zeroReader struct{}
+
+func (zeroReader) Read(b []byte) (int, error) { clear(b); return len(b), nil }
+
+// distrust makes a process that opens the file believe nothing in it.
+func (p *presence) distrust() { clear(p.mem[:presenceUsed+4]) }
+
+// trust makes the maps count for a boot.
+func (p *presence) trust(l *Layout, boot bootID) {
+	head := presenceHead(l, boot)
+	// The magic comes last: until then the file is not a presence map.
+	copy(p.mem[8:], head[8:])
+	magic := (*uint64)(unsafe.Pointer(unsafe.SliceData(p.mem)))
+	atomic.StoreUint64(magic, binary.NativeEndian.Uint64(head))
+}
+
+func (p *presence) close() error {
+	mem := p.mem
+	p.mem, p.maps = nil, maps{}
+	return unix.Munmap(mem)
+}
+
+// encodeDurable writes the durable file's bytes.
+func encodeDurable(l *Layout, segments []uint64) []byte {
+	b := make([]byte, durableHeader+8*len(segments)+sha256.Size)
+	copy(b, durableMagic)
+	binary.LittleEndian.PutUint32(b[8:], mapsVersion)
+	binary.LittleEndian.PutUint32(b[12:], BlockSize)
+	copy(b[16:], l.digest[:])
+	binary.LittleEndian.PutUint64(b[48:], uint64(l.size))
+	binary.LittleEndian.PutUint64(b[56:], uint64(l.Segments()))
+	binary.LittleEndian.PutUint64(b[64:], uint64(l.Blocks()))
+	for i, w := range segments {
+		binary.LittleEndian.PutUint64(b[durableHeader+8*i:], w)
+	}
+	end := len(b) - sha256.Size
+	sum := sha256.Sum256(b[:end])
+	copy(b[end:], sum[:])
+	return b
+}
+
+// decodeDurable reads what encodeDurable wrote for l.
+func decodeDurable(b []byte, l *Layout) ([]uint64, error) {
+	n := words(l.Segments())
+	if want := durableHeader + 8*n + sha256.Size; len(b) != want {
+		return nil, fmt.Errorf("%d bytes long, want %d", len(b), want)
+	}
+	if string(b[:8]) != durableMagic {
+		return nil, errors.New("not a durable map")
+	}
+	end := len(b) - sha256.Size
+	if sha256.Sum256(b[:end]) != [sha256.Size]byte(b[end:]) {
+		return nil, errors.New("its checksum is wrong")
+	}
+	if v := binary.LittleEndian.Uint32(b[8:]); v != mapsVersion {
+		return nil, fmt.Errorf("version %d, want %d", v, mapsVersion)
+	}
+	segments := make([]uint64, n)
+	for i := range segments {
+		segments[i] = binary.LittleEndian.Uint64(b[durableHeader+8*i:])
+	}
+	if string(encodeDurable(l, segments)) != string(b) {
+		return nil, errors.New("of another layout")
+	}
+	if k := l.Segments(); k%64 != 0 && segments[k/64]>>(k%64) != 0 {
+		return nil, errors.New("bits are set after the last segment")
+	}
+	return segments, nil
+}
+
+// writeDurable replaces dir's durable file by b, so that after a power cut the
+// old bytes or the new ones are there.
+func writeDurable(dir string, b []byte) (err error) {
+	path := filepath.Join(dir, durableName)
+	f, err := os.OpenFile(path+".new", os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o600)
+	if err != nil {
+		return err
+	}
+	if _, err = f.Write(b); err == nil {
+		err = f.Sync()
+	}
+	if cerr := f.Close(); err == nil {
+		err = cerr
+	}
+	if err == nil {
+		err = os.Rename(path+".new", path)
+	}
+	if err != nil {
+		os.Remove(path + ".new")
+		return err
+	}
+	return syncDir(dir)
+}
+
+func syncDir(dir string) error {
+	d, err := os.Open(dir)
+	if err != nil {
+		return err
+	}
+	err = d.Sync()
+	if cerr := d.Close(); err == nil {
+		err = cerr
+	}
+	return err
+}
