@@ -1,0 +1,259 @@
+package kernel
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+
+	"github.com/moby/sys/mountinfo"
+	"golang.org/x/sys/unix"
+)
+
+// Erofs is an EROFS image to be mounted from a file, without a loop device
+// (Linux 6.12).
+type Erofs struct {
+	Image string // path of the image
+	// Devices are the paths of its extra devices, in the order of its device
+	// table. There may be thousands: the options of mount(2) end at a page, so
+	// the mount is made by fsconfig(2).
+	Devices []string
+	Target  string // existing directory
+	// ReadAhead is the read-ahead of the mount in KiB; nil leaves the kernel's.
+	// Setting it needs sysfs and is done before the mount can be seen.
+	ReadAhead *int
+}
+
+// MountErofs mounts read-only. Set-user-ID bits and device nodes work in the
+// mount: containers need them. The error holds what the kernel logged.
+func MountErofs(e Erofs) error {
+	what := fmt.Sprintf("mount EROFS image %s at %s", e.Image, e.Target)
+	options := []option{{"source", e.Image, true}}
+	for _, d := range e.Devices {
+		options = append(options, option{"device", d, true})
+	}
+	create := func(fs int) error {
+		if e.ReadAhead == nil {
+			return unix.FsconfigCreate(fs)
+		}
+		return createWithReadAhead(fs, "erofs", *e.ReadAhead)
+	}
+	err := mountNew("erofs", e.Target, options, unix.MOUNT_ATTR_RDONLY|unix.MOUNT_ATTR_NOATIME, create)
+	if errors.Is(err, unix.ENOTBLK) {
+		return fmt.Errorf("%s: this kernel mounts EROFS from block devices only; file-backed mounts need Linux 6.12: %w", what, err)
+	}
+	if err != nil {
+		return fmt.Errorf("%s: %w", what, err)
+	}
+	return nil
+}
+
+// Overlay is an overlay filesystem to be mounted.
+type Overlay struct {
+	Lower  []string // uppermost first; at least one
+	Upper  string   // empty, together with Work: read-only
+	Work   string   // empty directory on the filesystem of Upper
+	Target string   // existing directory
+	// Options are further ones, "name" or "name=value".
+	Options []string
+}
+
+// MountOverlay mounts o.
+func MountOverlay(o Overlay) error {
+	what := "mount overlay at " + o.Target
+	create := unix.FsconfigCreate
+	rest := make([]option, 0, 2+len(o.Options))
+	if o.Upper != "" {
+		rest = append(rest, option{"upperdir", o.Upper, true}, option{"workdir", o.Work, true})
+	}
+	for _, opt := range o.Options {
+		name, value, _ := strings.Cut(opt, "=")
+		rest = append(rest, option{name, value, false})
+	}
+	options := make([]option, 0, len(o.Lower)+len(rest))
+	for _, l := range o.Lower {
+		options = append(options, option{"lowerdir+", l, true})
+	}
+	err := mountNew("overlay", o.Target, append(options, rest...), 0, create)
+	if errors.Is(err, unix.EINVAL) && !slices.ContainsFunc(o.Lower, func(l string) bool { return strings.ContainsAny(l, `:\,`) }) {
+		// lowerdir+ is new in Linux 6.8. The older option is a list, in which
+		// some characters would need escapes that differ between kernels.
+		err = mountNew("overlay", o.Target, append([]option{{"lowerdir", strings.Join(o.Lower, ":"), false}}, rest...), 0, create)
+	}
+	if err != nil {
+		return fmt.Errorf("%s: %w", what, err)
+	}
+	return nil
+}
+
+// option is one call of fsconfig; without a value it is a flag.
+type option struct {
+	name, value string
+	path        bool // value is the path of something that exists
+}
+
+// maxOption is the longest value that fsconfig takes, in bytes.
+const maxOption = 255
+
+// mountNew makes a filesystem by the calls that are new since Linux 5.2, and
+// attaches it to target.
+func mountNew(fstype, target string, options []option, attrs int, create func(fs int) error) error {
+	fs, err := unix.Fsopen(fstype, unix.FSOPEN_CLOEXEC)
+	if err != nil {
+		return fmt.Errorf("fsopen %s: %w", fstype, err)
+	}
+	defer unix.Close(fs)
+	for _, o := range options {
+		if o.path && len(o.value) > maxOption {
+			fd, err := unix.Open(o.value, unix.O_PATH|unix.O_CLOEXEC, 0)
+			if err != nil {
+				return fmt.Errorf("option %s: %w", o.name, &os.PathError{Op: "open", Path: o.value, Err: err})
+			}
+			defer unix.Close(fd)
+			o.value = fmt.Sprintf("/proc/self/fd/%d", fd)
+		}
+		if o.value == "" {
+			err = unix.FsconfigSetFlag(fs, o.name)
+		} else {
+			err = unix.FsconfigSetString(fs, o.name, o.value)
+		}
+		if err != nil {
+			return withLog(fs, fmt.Errorf("option %s=%s: %w", o.name, o.value, err))
+		}
+	}
+	if err := create(fs); err != nil {
+		return withLog(fs, fmt.Errorf("create: %w", err))
+	}
+	mnt, err := unix.Fsmount(fs, unix.FSMOUNT_CLOEXEC, attrs)
+	if err != nil {
+		return withLog(fs, fmt.Errorf("fsmount: %w", err))
+	}
+	defer unix.Close(mnt)
+	if err := unix.MoveMount(mnt, "", unix.AT_FDCWD, target, unix.MOVE_MOUNT_F_EMPTY_PATH); err != nil {
+		return fmt.Errorf("move_mount: %w", err)
+	}
+	return nil
+}
+
+// withLog adds the messages that the kernel left in the filesystem context.
+func withLog(fs int, err error) error {
+	var buf [4096]byte
+	for {
+		// Each read returns one message, "e text" for an error; ENODATA at the end.
+		n, readErr := unix.Read(fs, buf[:])
+		if readErr != nil || n <= 0 {
+			return err
+		}
+		_, text, _ := strings.Cut(strings.TrimSpace(string(buf[:n])), " ")
+		err = fmt.Errorf("%w: %s", err, text)
+	}
+}
+
+const bdiDir = "/sys/class/bdi"
+
+// bdiCreate makes superblocks of this process one by one, so that the bdi that
+// appears is known to be the new one's.
+var bdiCreate sync.Mutex
+
+// createWithReadAhead creates the superblock and sets the read-ahead of its
+// backing-device-info. Nothing in the kernel's interfaces leads from a mount to
+// its bdi when that is not named by device numbers (EROFS: "erofs-N"): it is
+// the one that was not there before. When another process made one in the same
+// moment, which is whose cannot be told, and neither is touched.
+func createWithReadAhead(fs int, fstype string, kib int) error {
+	bdiCreate.Lock()
+	defer bdiCreate.Unlock()
+	before, err := bdis(fstype)
+	if err != nil {
+		return err
+	}
+	if err := unix.FsconfigCreate(fs); err != nil {
+		return err
+	}
+	after, err := bdis(fstype)
+	if err != nil {
+		return err
+	}
+	after = slices.DeleteFunc(after, func(name string) bool { return slices.Contains(before, name) })
+	if len(after) != 1 {
+		return nil
+	}
+	name := filepath.Join(bdiDir, after[0], "read_ahead_kb")
+	if err := os.WriteFile(name, strconv.AppendInt(nil, int64(kib), 10), 0); err != nil {
+		return fmt.Errorf("set read-ahead: %w", err)
+	}
+	return nil
+}
+
+func bdis(fstype string) ([]string, error) {
+	names, err := filepath.Glob(filepath.Join(bdiDir, fstype+"-*"))
+	if err != nil {
+		return nil, err
+	}
+	for i := range names {
+		names[i] = filepath.Base(names[i])
+	}
+	return names, nil
+}
+
+// Unmount unmounts target. With lazy it is detached at once, and goes when its
+// last user does; without, a busy mount is an EBUSY. Symbolic links are not
+// followed.
+func Unmount(target string, lazy bool) error {
+	flags := unix.UMOUNT_NOFOLLOW
+	if lazy {
+		flags |= unix.MNT_DETACH
+	}
+	if err := unix.Unmount(target, flags); err != nil {
+		return fmt.Errorf("unmount %s: %w", target, err)
+	}
+	return nil
+}
+
+// Mount is one mount of this mount namespace.
+type Mount struct {
+	ID, Parent int
+	Target     string
+	Type       string // of filesystem, e.g. "erofs"
+	Source     string // EROFS: the image's path, as it was given
+	Options    string // of the filesystem: for overlay lowerdir=... and so on
+}
+
+// Mounts lists the mounts at or below dir, in the order in which the kernel
+// lists them: what is mounted over something comes after it.
+func Mounts(dir string) ([]Mount, error) {
+	infos, err := mountinfo.GetMounts(mountinfo.PrefixFilter(filepath.Clean(dir)))
+	if err != nil {
+		return nil, fmt.Errorf("list mounts below %s: %w", dir, err)
+	}
+	mounts := make([]Mount, len(infos))
+	for i, m := range infos {
+		mounts[i] = Mount{ID: m.ID, Parent: m.Parent, Target: m.Mountpoint, Type: m.FSType, Source: m.Source, Options: m.VFSOptions}
+	}
+	return mounts, nil
+}
+
+// Space is how much room the filesystem of a path has.
+type Space struct {
+	Size, Free int64  // bytes; Free is what is left for ordinary users
+	Files      uint64 // free inodes; 0 where the filesystem has no limit
+	Type       int64  // magic number, as statfs(2) gives it
+}
+
+// StatSpace returns the room of the filesystem that holds path.
+func StatSpace(path string) (Space, error) {
+	var st unix.Statfs_t
+	if err := unix.Statfs(path, &st); err != nil {
+		return Space{}, fmt.Errorf("statfs %s: %w", path, err)
+	}
+	return Space{
+		Size:  int64(st.Blocks) * st.Bsize,
+		Free:  int64(st.Bavail) * st.Bsize,
+		Files: st.Ffree,
+		Type:  st.Type,
+	}, nil
+}
