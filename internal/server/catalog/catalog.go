@@ -32,10 +32,12 @@ type Repositories interface {
 	Blob(ctx context.Context, repo string, d digest.Digest) (Blob, error)
 	// AnyBlob looks in all repositories. Errors: ErrNotFound.
 	AnyBlob(ctx context.Context, d digest.Digest) (Blob, error)
-	// UnlinkBlob removes the blob from repo. Errors: ErrNotFound.
+	// UnlinkBlob removes the blob from repo. Its bytes are the caller's: they
+	// can go when AnyBlob says ErrNotFound. Errors: ErrNotFound.
 	UnlinkBlob(ctx context.Context, repo string, d digest.Digest) error
 
-	// PutManifest records m in repo, with its tags, replacing an equal digest.
+	// PutManifest records m in repo, with its tags. A manifest of equal digest
+	// keeps its Pushed time; a tag that exists moves.
 	PutManifest(ctx context.Context, repo string, m Manifest, tags ...string) error
 	// Manifest returns it by digest. Errors: ErrNotFound.
 	Manifest(ctx context.Context, repo string, d digest.Digest) (Manifest, error)
@@ -47,9 +49,11 @@ type Repositories interface {
 
 	// Tag resolves a tag. Errors: ErrNotFound.
 	Tag(ctx context.Context, repo, tag string) (digest.Digest, error)
+	// DeleteTag removes a tag, not the manifest. Errors: ErrNotFound.
 	DeleteTag(ctx context.Context, repo, tag string) error
-	// Tags returns at most limit tags after the given one, in byte order.
-	// Errors: ErrNotFound when there is no such repository.
+	// Tags returns at most limit tags after the given one, in byte order; a
+	// limit < 0 is none. Errors: ErrNotFound when there is no such repository:
+	// it is there from the first LinkBlob or PutManifest on.
 	Tags(ctx context.Context, repo, after string, limit int) ([]string, error)
 	// ListRepositories pages like Tags.
 	ListRepositories(ctx context.Context, after string, limit int) ([]string, error)
@@ -77,7 +81,8 @@ type Manifest struct {
 // has been ingested from them.
 type Dedup interface {
 	// AddPack records a pack that is durable in the object store, and its
-	// frames. A segment that another pack holds already keeps its first place.
+	// frames; their Pack field need not be set. A segment that another pack
+	// holds already keeps its first place. Adding a pack again does nothing.
 	AddPack(ctx context.Context, p Pack) error
 	// Locate returns where segments rest, in the order of ids. A segment that
 	// is not stored has a nil Frame. Built for calls with 100,000 ids.

@@ -1,0 +1,302 @@
+package sqlite
+
+import (
+	"bytes"
+	"context"
+	"database/sql"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+
+	"github.com/opencontainers/go-digest"
+
+	"hydrofoil.dev/foil/internal/format/segment"
+	"hydrofoil.dev/foil/internal/server/catalog"
+)
+
+const (
+	idSize      = len(segment.ID{})
+	segmentSize = idSize + 4 // in frames.segments
+	// insertRows is how many segments one statement inserts. SQLite compiles a
+	// row of VALUES to some ten instructions; beyond a few hundred rows nothing
+	// is gained.
+	insertRows = 256
+	// selectIDs is how many rows one statement of locate looks up: measured
+	// with 96,000 segments 2.6 µs each, 12 µs when asked for one by one.
+	selectIDs = 512
+)
+
+// AddPack implements catalog.Dedup.
+func (c *Catalog) AddPack(ctx context.Context, p catalog.Pack) error {
+	err := c.update(ctx, func(tx *sql.Tx) error { return addPack(ctx, tx, p) })
+	if err != nil {
+		return fmt.Errorf("record pack %s: %w", p.Key, err)
+	}
+	return nil
+}
+
+func addPack(ctx context.Context, tx *sql.Tx, p catalog.Pack) error {
+	var pack, size int64
+	err := tx.QueryRowContext(ctx, `SELECT id, size FROM packs WHERE key = ?`, p.Key).Scan(&pack, &size)
+	switch {
+	case err == nil && size != p.Size:
+		return fmt.Errorf("it has %d bytes, and was recorded with %d", p.Size, size)
+	case err == nil:
+		return nil
+	case !errors.Is(err, sql.ErrNoRows):
+		return err
+	}
+	err = tx.QueryRowContext(ctx, `INSERT INTO packs (key, size) VALUES (?, ?) RETURNING id`, p.Key, p.Size).Scan(&pack)
+	if err != nil {
+		return err
+	}
+
+	insertFrame, err := tx.PrepareContext(ctx, `INSERT INTO frames (pack, offset, length, raw_length, segments)
+		VALUES (?, ?, ?, ?, ?)`)
+	if err != nil {
+		return err
+	}
+	defer insertFrame.Close()
+	type row struct {
+		id    *segment.ID
+		frame int64
+		index int
+	}
+	var rows []row
+	for _, f := range p.Frames {
+		packed := make([]byte, 0, len(f.Segments)*segmentSize)
+		for _, s := range f.Segments {
+			if s.ID.IsHole() {
+				return fmt.Errorf("the frame at %d has a hole, which is never stored", f.Offset)
+			}
+			packed = append(packed, s.ID[:]...)
+			packed = binary.BigEndian.AppendUint32(packed, s.Length)
+		}
+		r, err := insertFrame.ExecContext(ctx, pack, f.Offset, f.Length, f.RawLength, packed)
+		if err != nil {
+			return err
+		}
+		frame, err := r.LastInsertId()
+		if err != nil {
+			return err
+		}
+		for i := range f.Segments {
+			rows = append(rows, row{&f.Segments[i].ID, frame, i})
+		}
+	}
+	// In the order of the table every page is written once. Stable: the first
+	// of two equal segments stays the first.
+	slices.SortStableFunc(rows, func(a, b row) int { return compareIDs(*a.id, *b.id) })
+
+	insert := func(n int) (*sql.Stmt, error) {
+		return tx.PrepareContext(ctx, `INSERT INTO segments (id, frame, idx) VALUES (?, ?, ?)`+
+			strings.Repeat(`, (?, ?, ?)`, n-1)+` ON CONFLICT (id) DO NOTHING`)
+	}
+	var many *sql.Stmt
+	args := make([]any, 0, 3*insertRows)
+	for batch := range slices.Chunk(rows, insertRows) {
+		args = args[:0]
+		for _, r := range batch {
+			args = append(args, r.id[:], r.frame, r.index)
+		}
+		stmt := many
+		if stmt == nil || len(batch) < insertRows {
+			if stmt, err = insert(len(batch)); err != nil {
+				return err
+			}
+			defer stmt.Close()
+			if len(batch) == insertRows {
+				many = stmt
+			}
+		}
+		if _, err := stmt.ExecContext(ctx, args...); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Locate implements catalog.Dedup.
+func (c *Catalog) Locate(ctx context.Context, ids []segment.ID) ([]catalog.Location, error) {
+	locations, err := c.locate(ctx, ids)
+	if err != nil {
+		return nil, fmt.Errorf("locate %d segments: %w", len(ids), err)
+	}
+	return locations, nil
+}
+
+func (c *Catalog) locate(ctx context.Context, ids []segment.ID) ([]catalog.Location, error) {
+	// One transaction, so that a pack is there as a whole or not at all.
+	tx, err := c.read.BeginTx(ctx, nil)
+	if err != nil {
+		return nil, err
+	}
+	defer tx.Rollback()
+
+	wanted := slices.Clone(ids)
+	slices.SortFunc(wanted, compareIDs)
+	wanted = slices.Compact(wanted)
+	type place struct {
+		frame int64 // its ID in the table; 0: not stored
+		index int
+	}
+	places := make([]place, len(wanted))
+	frames := make(map[int64]*catalog.Frame)
+	var id sql.RawBytes
+	var p place
+	first := 0 // of the batch, in wanted
+	for batch := range slices.Chunk(wanted, selectIDs) {
+		args := make([]any, len(batch))
+		for i := range batch {
+			args[i] = batch[i][:]
+		}
+		err := query(ctx, tx, `SELECT id, frame, idx FROM segments WHERE id IN `, args, func() error {
+			i, ok := slices.BinarySearchFunc(batch, segment.ID(id), compareIDs)
+			if !ok {
+				return fmt.Errorf("segment %x was not asked for", id)
+			}
+			places[first+i] = p
+			frames[p.frame] = nil
+			return nil
+		}, &id, &p.frame, &p.index)
+		if err != nil {
+			return nil, err
+		}
+		first += len(batch)
+	}
+	if err := loadFrames(ctx, tx, frames); err != nil {
+		return nil, err
+	}
+
+	locations := make([]catalog.Location, len(ids))
+	for i := range ids {
+		j, _ := slices.BinarySearchFunc(wanted, ids[i], compareIDs)
+		if p := places[j]; p.frame != 0 {
+			f := frames[p.frame]
+			if f == nil || p.index >= len(f.Segments) || f.Segments[p.index].ID != ids[i] {
+				return nil, fmt.Errorf("segment %s is not in frame %d, where it was recorded", ids[i], p.frame)
+			}
+			locations[i] = catalog.Location{Frame: f, Index: p.index}
+		}
+	}
+	return locations, nil
+}
+
+func compareIDs(a, b segment.ID) int { return bytes.Compare(a[:], b[:]) }
+
+// loadFrames sets the values of frames, which has the wanted IDs as keys.
+func loadFrames(ctx context.Context, tx *sql.Tx, frames map[int64]*catalog.Frame) error {
+	packs := make(map[int64]string) // by ID, the keys
+	ids := slices.Sorted(maps.Keys(frames))
+	var id, pack int64
+	var f catalog.Frame
+	var segments sql.RawBytes
+	for batch := range slices.Chunk(ids, selectIDs) {
+		args := make([]any, len(batch))
+		for i := range batch {
+			args[i] = batch[i]
+		}
+		err := query(ctx, tx, `SELECT id, pack, offset, length, raw_length, segments FROM frames WHERE id IN `, args, func() error {
+			var err error
+			if f.Segments, err = decodeSegments(segments); err != nil {
+				return err
+			}
+			if _, ok := packs[pack]; !ok {
+				var key string
+				if err := tx.QueryRowContext(ctx, `SELECT key FROM packs WHERE id = ?`, pack).Scan(&key); err != nil {
+					return err
+				}
+				packs[pack] = key
+			}
+			f.Pack = packs[pack]
+			frame := f
+			frames[id] = &frame
+			return nil
+		}, &id, &pack, &f.Offset, &f.Length, &f.RawLength, &segments)
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// query asks for the rows whose key is one of keys, and calls fn with each
+// scanned to dest.
+func query(ctx context.Context, tx *sql.Tx, statement string, keys []any, fn func() error, dest ...any) error {
+	rows, err := tx.QueryContext(ctx, statement+`(?`+strings.Repeat(`, ?`, len(keys)-1)+`)`, keys...)
+	if err != nil {
+		return err
+	}
+	defer rows.Close()
+	for rows.Next() {
+		if err := rows.Scan(dest...); err != nil {
+			return err
+		}
+		if err := fn(); err != nil {
+			return err
+		}
+	}
+	return rows.Err()
+}
+
+// decodeSegments reads frames.segments.
+func decodeSegments(b []byte) ([]catalog.FrameSegment, error) {
+	if len(b)%segmentSize != 0 {
+		return nil, fmt.Errorf("a frame's segments have %d bytes, not a multiple of %d", len(b), segmentSize)
+	}
+	segments := make([]catalog.FrameSegment, len(b)/segmentSize)
+	for i := range segments {
+		s := b[i*segmentSize:][:segmentSize]
+		segments[i] = catalog.FrameSegment{ID: segment.ID(s), Length: binary.BigEndian.Uint32(s[idSize:])}
+	}
+	return segments, nil
+}
+
+// PutLayer implements catalog.Dedup.
+func (c *Catalog) PutLayer(ctx context.Context, l catalog.Layer) error {
+	_, err := c.write.ExecContext(ctx, `INSERT OR REPLACE INTO layers (blob, diff_id, entries, refused, size, files)
+		VALUES (?, ?, ?, ?, ?, ?)`, l.Blob.String(), l.DiffID.String(), l.Entries, l.Refused, l.Size, l.Files)
+	if err != nil {
+		return fmt.Errorf("record layer %s: %w", l.Blob, err)
+	}
+	return nil
+}
+
+// Layer implements catalog.Dedup.
+func (c *Catalog) Layer(ctx context.Context, blob digest.Digest) (catalog.Layer, error) {
+	l := catalog.Layer{Blob: blob}
+	var diffID string
+	err := c.read.QueryRowContext(ctx, `SELECT diff_id, entries, refused, size, files FROM layers WHERE blob = ?`,
+		blob.String()).Scan(&diffID, &l.Entries, &l.Refused, &l.Size, &l.Files)
+	if err != nil {
+		return catalog.Layer{}, fmt.Errorf("layer %s: %w", blob, notFound(err))
+	}
+	l.DiffID = digest.Digest(diffID)
+	return l, nil
+}
+
+// PutRootfs implements catalog.Dedup.
+func (c *Catalog) PutRootfs(ctx context.Context, r catalog.Rootfs) error {
+	_, err := c.write.ExecContext(ctx, `INSERT OR REPLACE INTO rootfs (chain_id, toc, key, idx) VALUES (?, ?, ?, ?)`,
+		r.ChainID.String(), r.TOC.String(), r.Key, r.Index)
+	if err != nil {
+		return fmt.Errorf("record rootfs %s: %w", r.ChainID, err)
+	}
+	return nil
+}
+
+// Rootfs implements catalog.Dedup.
+func (c *Catalog) Rootfs(ctx context.Context, chainID digest.Digest) (catalog.Rootfs, error) {
+	r := catalog.Rootfs{ChainID: chainID}
+	var toc string
+	err := c.read.QueryRowContext(ctx, `SELECT toc, key, idx FROM rootfs WHERE chain_id = ?`,
+		chainID.String()).Scan(&toc, &r.Key, &r.Index)
+	if err != nil {
+		return catalog.Rootfs{}, fmt.Errorf("rootfs %s: %w", chainID, notFound(err))
+	}
+	r.TOC = digest.Digest(toc)
+	return r, nil
+}

@@ -1,0 +1,257 @@
+package sqlite
+
+import (
+	"context"
+	"database/sql"
+	"encoding/json"
+	"fmt"
+	"time"
+
+	"github.com/opencontainers/go-digest"
+
+	"hydrofoil.dev/foil/internal/server/catalog"
+)
+
+// repository returns the ID of repo, which it makes when missing.
+func repository(ctx context.Context, tx *sql.Tx, repo string) (id int64, err error) {
+	// The update that changes nothing is for RETURNING.
+	err = tx.QueryRowContext(ctx, `INSERT INTO repositories (name) VALUES (?)
+		ON CONFLICT (name) DO UPDATE SET name = name RETURNING id`, repo).Scan(&id)
+	return id, err
+}
+
+// LinkBlob implements catalog.Repositories.
+func (c *Catalog) LinkBlob(ctx context.Context, repo string, b catalog.Blob) error {
+	err := c.update(ctx, func(tx *sql.Tx) error {
+		id, err := repository(ctx, tx, repo)
+		if err != nil {
+			return err
+		}
+		_, err = tx.ExecContext(ctx, `INSERT INTO blobs (repo, digest, size, media_type) VALUES (?, ?, ?, ?)
+			ON CONFLICT (digest, repo) DO UPDATE SET size = excluded.size,
+				media_type = iif(excluded.media_type = '', media_type, excluded.media_type)`,
+			id, b.Digest.String(), b.Size, b.MediaType)
+		return err
+	})
+	if err != nil {
+		return fmt.Errorf("record blob %s in %s: %w", b.Digest, repo, err)
+	}
+	return nil
+}
+
+// Blob implements catalog.Repositories.
+func (c *Catalog) Blob(ctx context.Context, repo string, d digest.Digest) (catalog.Blob, error) {
+	b := catalog.Blob{Digest: d}
+	err := c.read.QueryRowContext(ctx, `SELECT size, media_type FROM blobs
+		WHERE digest = ? AND repo = (SELECT id FROM repositories WHERE name = ?)`, d.String(), repo).
+		Scan(&b.Size, &b.MediaType)
+	if err != nil {
+		return catalog.Blob{}, fmt.Errorf("blob %s in %s: %w", d, repo, notFound(err))
+	}
+	return b, nil
+}
+
+// AnyBlob implements catalog.Repositories.
+func (c *Catalog) AnyBlob(ctx context.Context, d digest.Digest) (catalog.Blob, error) {
+	b := catalog.Blob{Digest: d}
+	err := c.read.QueryRowContext(ctx, `SELECT size, media_type FROM blobs WHERE digest = ?
+		ORDER BY repo LIMIT 1`, d.String()).Scan(&b.Size, &b.MediaType)
+	if err != nil {
+		return catalog.Blob{}, fmt.Errorf("blob %s in any repository: %w", d, notFound(err))
+	}
+	return b, nil
+}
+
+// UnlinkBlob implements catalog.Repositories.
+func (c *Catalog) UnlinkBlob(ctx context.Context, repo string, d digest.Digest) error {
+	err := affected(c.write.ExecContext(ctx, `DELETE FROM blobs
+		WHERE digest = ? AND repo = (SELECT id FROM repositories WHERE name = ?)`, d.String(), repo))
+	if err != nil {
+		return fmt.Errorf("remove blob %s from %s: %w", d, repo, err)
+	}
+	return nil
+}
+
+// PutManifest implements catalog.Repositories.
+func (c *Catalog) PutManifest(ctx context.Context, repo string, m catalog.Manifest, tags ...string) error {
+	err := c.update(ctx, func(tx *sql.Tx) error {
+		id, err := repository(ctx, tx, repo)
+		if err != nil {
+			return err
+		}
+		var annotations []byte
+		if len(m.Annotations) > 0 {
+			if annotations, err = json.Marshal(m.Annotations); err != nil {
+				return err
+			}
+		}
+		_, err = tx.ExecContext(ctx, `INSERT INTO manifests
+				(repo, digest, media_type, artifact_type, subject, annotations, bytes, pushed)
+				VALUES (?, ?, ?, ?, ?, ?, ?, ?)
+			ON CONFLICT (repo, digest) DO UPDATE SET media_type = excluded.media_type,
+				artifact_type = excluded.artifact_type, subject = excluded.subject,
+				annotations = excluded.annotations, bytes = excluded.bytes`,
+			id, m.Digest.String(), m.MediaType, m.ArtifactType, m.Subject.String(), string(annotations),
+			nonNil(m.Bytes), m.Pushed.UnixNano())
+		if err != nil {
+			return err
+		}
+		for _, tag := range tags {
+			_, err := tx.ExecContext(ctx, `INSERT INTO tags (repo, name, digest) VALUES (?, ?, ?)
+				ON CONFLICT (repo, name) DO UPDATE SET digest = excluded.digest`, id, tag, m.Digest.String())
+			if err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		return fmt.Errorf("record manifest %s in %s: %w", m.Digest, repo, err)
+	}
+	return nil
+}
+
+// nonNil keeps an empty slice from becoming NULL.
+func nonNil(b []byte) []byte {
+	if b == nil {
+		return []byte{}
+	}
+	return b
+}
+
+const manifestColumns = `digest, media_type, artifact_type, subject, annotations, bytes, pushed`
+
+func scanManifest(scan func(...any) error) (m catalog.Manifest, err error) {
+	var d, subject string
+	var annotations []byte
+	var pushed int64
+	if err := scan(&d, &m.MediaType, &m.ArtifactType, &subject, &annotations, &m.Bytes, &pushed); err != nil {
+		return m, err
+	}
+	m.Digest, m.Subject, m.Pushed = digest.Digest(d), digest.Digest(subject), time.Unix(0, pushed)
+	if len(annotations) > 0 {
+		if err := json.Unmarshal(annotations, &m.Annotations); err != nil {
+			return m, fmt.Errorf("annotations of manifest %s: %w", d, err)
+		}
+	}
+	return m, nil
+}
+
+// Manifest implements catalog.Repositories.
+func (c *Catalog) Manifest(ctx context.Context, repo string, d digest.Digest) (catalog.Manifest, error) {
+	m, err := scanManifest(c.read.QueryRowContext(ctx, `SELECT `+manifestColumns+` FROM manifests
+		WHERE repo = (SELECT id FROM repositories WHERE name = ?) AND digest = ?`, repo, d.String()).Scan)
+	if err != nil {
+		return catalog.Manifest{}, fmt.Errorf("manifest %s in %s: %w", d, repo, notFound(err))
+	}
+	return m, nil
+}
+
+// DeleteManifest implements catalog.Repositories.
+func (c *Catalog) DeleteManifest(ctx context.Context, repo string, d digest.Digest) error {
+	err := c.update(ctx, func(tx *sql.Tx) error {
+		err := affected(tx.ExecContext(ctx, `DELETE FROM manifests
+			WHERE repo = (SELECT id FROM repositories WHERE name = ?) AND digest = ?`, repo, d.String()))
+		if err != nil {
+			return err
+		}
+		_, err = tx.ExecContext(ctx, `DELETE FROM tags
+			WHERE repo = (SELECT id FROM repositories WHERE name = ?) AND digest = ?`, repo, d.String())
+		return err
+	})
+	if err != nil {
+		return fmt.Errorf("delete manifest %s from %s: %w", d, repo, err)
+	}
+	return nil
+}
+
+// Referrers implements catalog.Repositories.
+func (c *Catalog) Referrers(ctx context.Context, repo string, d digest.Digest, artifactType string) ([]catalog.Manifest, error) {
+	manifests, err := c.referrers(ctx, repo, d, artifactType)
+	if err != nil {
+		return nil, fmt.Errorf("referrers of %s in %s: %w", d, repo, err)
+	}
+	return manifests, nil
+}
+
+func (c *Catalog) referrers(ctx context.Context, repo string, d digest.Digest, artifactType string) ([]catalog.Manifest, error) {
+	rows, err := c.read.QueryContext(ctx, `SELECT `+manifestColumns+` FROM manifests
+		WHERE repo = (SELECT id FROM repositories WHERE name = ?1) AND subject = ?2 AND subject <> ''
+			AND (?3 = '' OR artifact_type = ?3)
+		ORDER BY pushed, id`, repo, d.String(), artifactType)
+	if err != nil {
+		return nil, err
+	}
+	defer rows.Close()
+	var manifests []catalog.Manifest
+	for rows.Next() {
+		m, err := scanManifest(rows.Scan)
+		if err != nil {
+			return nil, err
+		}
+		manifests = append(manifests, m)
+	}
+	return manifests, rows.Err()
+}
+
+// Tag implements catalog.Repositories.
+func (c *Catalog) Tag(ctx context.Context, repo, tag string) (digest.Digest, error) {
+	var d string
+	err := c.read.QueryRowContext(ctx, `SELECT digest FROM tags
+		WHERE repo = (SELECT id FROM repositories WHERE name = ?) AND name = ?`, repo, tag).Scan(&d)
+	if err != nil {
+		return "", fmt.Errorf("tag %s:%s: %w", repo, tag, notFound(err))
+	}
+	return digest.Digest(d), nil
+}
+
+// DeleteTag implements catalog.Repositories.
+func (c *Catalog) DeleteTag(ctx context.Context, repo, tag string) error {
+	err := affected(c.write.ExecContext(ctx, `DELETE FROM tags
+		WHERE repo = (SELECT id FROM repositories WHERE name = ?) AND name = ?`, repo, tag))
+	if err != nil {
+		return fmt.Errorf("delete tag %s:%s: %w", repo, tag, err)
+	}
+	return nil
+}
+
+// Tags implements catalog.Repositories.
+func (c *Catalog) Tags(ctx context.Context, repo, after string, limit int) ([]string, error) {
+	var id int64
+	err := c.read.QueryRowContext(ctx, `SELECT id FROM repositories WHERE name = ?`, repo).Scan(&id)
+	if err != nil {
+		return nil, fmt.Errorf("tags of %s: %w", repo, notFound(err))
+	}
+	tags, err := c.strings(ctx, `SELECT name FROM tags WHERE repo = ? AND name > ? ORDER BY name LIMIT ?`,
+		id, after, limit)
+	if err != nil {
+		return nil, fmt.Errorf("tags of %s: %w", repo, err)
+	}
+	return tags, nil
+}
+
+// ListRepositories implements catalog.Repositories.
+func (c *Catalog) ListRepositories(ctx context.Context, after string, limit int) ([]string, error) {
+	names, err := c.strings(ctx, `SELECT name FROM repositories WHERE name > ? ORDER BY name LIMIT ?`, after, limit)
+	if err != nil {
+		return nil, fmt.Errorf("list repositories: %w", err)
+	}
+	return names, nil
+}
+
+func (c *Catalog) strings(ctx context.Context, query string, args ...any) ([]string, error) {
+	rows, err := c.read.QueryContext(ctx, query, args...)
+	if err != nil {
+		return nil, err
+	}
+	defer rows.Close()
+	var all []string
+	for rows.Next() {
+		var s string
+		if err := rows.Scan(&s); err != nil {
+			return nil, err
+		}
+		all = append(all, s)
+	}
+	return all, rows.Err()
+}

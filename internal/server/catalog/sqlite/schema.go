@@ -1,0 +1,124 @@
+package sqlite
+
+import (
+	"context"
+	"database/sql"
+	"fmt"
+)
+
+// migrations turn an empty database into one of the newest version, a step
+// each; PRAGMA user_version counts the steps taken. A step that was released
+// never changes: what has to be different is another step.
+//
+// Digests of blobs and manifests are text, "sha256:...", as clients write
+// them. Segment IDs are 32 bytes.
+var migrations = []string{
+	`
+	CREATE TABLE repositories (
+		id   INTEGER PRIMARY KEY,
+		name TEXT NOT NULL UNIQUE
+	) STRICT;
+
+	-- Which repository holds which blob.
+	CREATE TABLE blobs (
+		repo       INTEGER NOT NULL REFERENCES repositories,
+		digest     TEXT    NOT NULL,
+		size       INTEGER NOT NULL,
+		media_type TEXT    NOT NULL,
+		PRIMARY KEY (digest, repo)
+	) STRICT, WITHOUT ROWID;
+
+	CREATE TABLE manifests (
+		id            INTEGER PRIMARY KEY,
+		repo          INTEGER NOT NULL REFERENCES repositories,
+		digest        TEXT    NOT NULL,
+		media_type    TEXT    NOT NULL,
+		artifact_type TEXT    NOT NULL,
+		subject       TEXT    NOT NULL, -- a digest, or empty
+		annotations   TEXT    NOT NULL, -- a JSON object, or empty
+		bytes         BLOB    NOT NULL,
+		pushed        INTEGER NOT NULL, -- nanoseconds since 1970
+		UNIQUE (repo, digest)
+	) STRICT;
+	CREATE INDEX manifests_by_subject ON manifests (repo, subject, pushed, id) WHERE subject <> '';
+
+	CREATE TABLE tags (
+		repo   INTEGER NOT NULL REFERENCES repositories,
+		name   TEXT    NOT NULL,
+		digest TEXT    NOT NULL,
+		PRIMARY KEY (repo, name)
+	) STRICT, WITHOUT ROWID;
+	CREATE INDEX tags_by_digest ON tags (repo, digest);
+
+	CREATE TABLE packs (
+		id   INTEGER PRIMARY KEY,
+		key  TEXT    NOT NULL UNIQUE,
+		size INTEGER NOT NULL
+	) STRICT;
+
+	CREATE TABLE frames (
+		id         INTEGER PRIMARY KEY,
+		pack       INTEGER NOT NULL REFERENCES packs,
+		offset     INTEGER NOT NULL,
+		length     INTEGER NOT NULL,
+		raw_length INTEGER NOT NULL,
+		-- Each segment: its ID (32 bytes) and its length (4 bytes, big-endian).
+		segments   BLOB    NOT NULL
+	) STRICT;
+
+	-- Where a segment was stored first.
+	CREATE TABLE segments (
+		id    BLOB    NOT NULL PRIMARY KEY,
+		frame INTEGER NOT NULL,
+		idx   INTEGER NOT NULL -- in frames.segments
+	) STRICT, WITHOUT ROWID;
+
+	CREATE TABLE layers (
+		blob    TEXT    NOT NULL PRIMARY KEY,
+		diff_id TEXT    NOT NULL,
+		entries TEXT    NOT NULL,
+		refused TEXT    NOT NULL,
+		size    INTEGER NOT NULL,
+		files   INTEGER NOT NULL
+	) STRICT, WITHOUT ROWID;
+
+	CREATE TABLE rootfs (
+		chain_id TEXT NOT NULL PRIMARY KEY,
+		toc      TEXT NOT NULL,
+		key      TEXT NOT NULL,
+		idx      TEXT NOT NULL
+	) STRICT, WITHOUT ROWID;
+	`,
+}
+
+// migrate brings the database to the newest version.
+func migrate(ctx context.Context, db *sql.DB) error {
+	var version int
+	if err := db.QueryRowContext(ctx, `PRAGMA user_version`).Scan(&version); err != nil {
+		return fmt.Errorf("read its version: %w", err)
+	}
+	if version > len(migrations) {
+		return fmt.Errorf("its version is %d and this foil knows versions up to %d: use a newer foil", version, len(migrations))
+	}
+	for ; version < len(migrations); version++ {
+		err := func() error {
+			tx, err := db.BeginTx(ctx, nil)
+			if err != nil {
+				return err
+			}
+			defer tx.Rollback()
+			if _, err := tx.ExecContext(ctx, migrations[version]); err != nil {
+				return err
+			}
+			// A PRAGMA takes no parameters.
+			if _, err := tx.ExecContext(ctx, fmt.Sprintf(`PRAGMA user_version = %d`, version+1)); err != nil {
+				return err
+			}
+			return tx.Commit()
+		}()
+		if err != nil {
+			return fmt.Errorf("migrate from version %d to %d: %w", version, version+1, err)
+		}
+	}
+	return nil
+}

@@ -1,0 +1,136 @@
+// Package sqlite is the catalog in one SQLite file.
+//
+// The file is in WAL mode with synchronous=FULL: every transaction is on disk
+// before its method returns. One connection writes; readers have their own and
+// never wait for it. One server uses the file at a time, though SQLite's locks
+// would keep two from harming it.
+package sqlite
+
+import (
+	"context"
+	"database/sql"
+	"errors"
+	"fmt"
+	"net/url"
+	"os"
+	"path/filepath"
+
+	_ "modernc.org/sqlite" // the driver
+
+	"hydrofoil.dev/foil/internal/server/catalog"
+)
+
+// Catalog implements catalog.Catalog.
+type Catalog struct {
+	write *sql.DB // one connection; transactions begin with the write lock
+	read  *sql.DB
+}
+
+var _ catalog.Catalog = (*Catalog)(nil)
+
+// Open opens the catalog in the file at path, which is made when missing.
+func Open(ctx context.Context, path string) (*Catalog, error) {
+	c, err := open(ctx, path)
+	if err != nil {
+		return nil, fmt.Errorf("open catalog %s: %w", path, err)
+	}
+	return c, nil
+}
+
+func open(ctx context.Context, path string) (_ *Catalog, err error) {
+	abs, err := filepath.Abs(path)
+	if err != nil {
+		return nil, err
+	}
+	connect := func(begin string, pragmas ...string) (*sql.DB, error) {
+		q := url.Values{
+			"_pragma": append([]string{
+				"busy_timeout(10000)",
+				"journal_mode(WAL)",
+				"synchronous(FULL)",
+				"foreign_keys(1)",
+				"cache_size(-16384)", // KiB a connection
+			}, pragmas...),
+			"_txlock": {begin},
+		}
+		return sql.Open("sqlite", (&url.URL{Scheme: "file", Path: abs, RawQuery: q.Encode()}).String())
+	}
+	c := new(Catalog)
+	defer func() {
+		if err != nil {
+			c.Close()
+		}
+	}()
+	if c.write, err = connect("immediate"); err != nil {
+		return nil, err
+	}
+	c.write.SetMaxOpenConns(1)
+	if err := migrate(ctx, c.write); err != nil {
+		return nil, err
+	}
+	// SQLite syncs the directory for its journals, not for the database itself.
+	if err := syncDir(filepath.Dir(abs)); err != nil {
+		return nil, err
+	}
+	if c.read, err = connect("deferred", "query_only(1)"); err != nil {
+		return nil, err
+	}
+	c.read.SetMaxOpenConns(4)
+	c.read.SetMaxIdleConns(4)
+	return c, nil
+}
+
+func syncDir(dir string) error {
+	f, err := os.Open(dir)
+	if err != nil {
+		return err
+	}
+	return errors.Join(f.Sync(), f.Close())
+}
+
+// Close implements catalog.Catalog.
+func (c *Catalog) Close() error {
+	var errs []error
+	for _, db := range []*sql.DB{c.read, c.write} { // the writer last: it checkpoints
+		if db != nil {
+			errs = append(errs, db.Close())
+		}
+	}
+	if err := errors.Join(errs...); err != nil {
+		return fmt.Errorf("close catalog: %w", err)
+	}
+	return nil
+}
+
+// update runs fn in a transaction that is durable when update returns nil.
+func (c *Catalog) update(ctx context.Context, fn func(tx *sql.Tx) error) error {
+	tx, err := c.write.BeginTx(ctx, nil)
+	if err != nil {
+		return err
+	}
+	defer tx.Rollback()
+	if err := fn(tx); err != nil {
+		return err
+	}
+	return tx.Commit()
+}
+
+// notFound turns an empty result into catalog.ErrNotFound.
+func notFound(err error) error {
+	if errors.Is(err, sql.ErrNoRows) {
+		return catalog.ErrNotFound
+	}
+	return err
+}
+
+// affected is catalog.ErrNotFound when a statement changed nothing.
+func affected(r sql.Result, err error) error {
+	if err != nil {
+		return err
+	}
+	n, err := r.RowsAffected()
+	if err == nil && n == 0 {
+		err = catalog.ErrNotFound
+	}
+	return err
+}
