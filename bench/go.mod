@@ -1,11 +1,17 @@
 module hydrofoil.dev/foil/bench
 
-go 1.26.0
+go 1.26.6
 
 require (
 	github.com/spf13/cobra v1.10.2
 	golang.org/x/sys v0.49.0
 	hydrofoil.dev/foil v0.0.0
+)
+
+require (
+	github.com/inconshreveable/mousetrap v1.1.0 // indirect
+	github.com/spf13/pflag v1.0.9 // indirect
+	pgregory.net/rapid v1.3.0 // indirect
 )
 
 replace hydrofoil.dev/foil => ../

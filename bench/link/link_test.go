@@ -1,0 +1,293 @@
+package link
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+)
+
+func needLink(t testing.TB) {
+	t.Helper()
+	if os.Geteuid() != 0 {
+		t.Skip("network namespaces need root")
+	}
+	if _, err := os.Stat("/dev/net/tun"); err != nil {
+		t.Skipf("no TUN devices: %v", err)
+	}
+}
+
+func open(t testing.TB, options Options) *Link {
+	t.Helper()
+	needLink(t)
+	l, err := New(t.Context(), options)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := l.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return l
+}
+
+// transfer moves n bytes from cloud to edge over one connection.
+func transfer(ctx context.Context, l *Link, n int64) (time.Duration, error) {
+	listener, err := l.Listen(Cloud, "tcp4", l.Addr(Cloud).String()+":0")
+	if err != nil {
+		return 0, err
+	}
+	defer listener.Close()
+	sent := make(chan error, 1)
+	go func() {
+		conn, err := listener.Accept()
+		if err != nil {
+			sent <- err
+			return
+		}
+		defer conn.Close()
+		_, err = io.CopyN(conn, zeros{}, n)
+		sent <- err
+	}()
+	began := time.Now()
+	conn, err := l.DialContext(ctx, Edge, "tcp4", listener.Addr().String())
+	if err != nil {
+		return 0, err
+	}
+	defer conn.Close()
+	got, err := io.Copy(io.Discard, conn)
+	if err == nil && got != n {
+		err = fmt.Errorf("%d bytes arrived of %d", got, n)
+	}
+	return time.Since(began), errors.Join(err, <-sent)
+}
+
+type zeros struct{}
+
+func (zeros) Read(b []byte) (int, error) { return len(b), nil }
+
+// What the emulator must never do is to be faster than the link; that it is no
+// slower depends on the machine, which is for Check and the benchmark to say.
+func TestNoFasterThanTheLink(t *testing.T) {
+	for _, rate := range []int64{5e6, 100e6, 500e6} {
+		t.Run(fmt.Sprintf("%dMbit", rate/1e6), func(t *testing.T) {
+			l := open(t, Options{RTT: 20 * time.Millisecond, Rate: rate})
+			rtt, err := l.measureRTT(t.Context(), 5)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if rtt < 20*time.Millisecond {
+				t.Errorf("round trip %v", rtt)
+			}
+			n := rate / 8 / 2 // half a second of it
+			took, err := transfer(t.Context(), l, n)
+			if err != nil {
+				t.Fatal(err)
+			}
+			// Less the queue, which the line empties after the last byte.
+			if least := 450 * time.Millisecond; took < least {
+				t.Errorf("%d bytes in %v, want at least %v", n, took, least)
+			}
+			s := l.Stats(Cloud)
+			if s.Bytes < n+n/1448*40 || s.Packets < n/1448 {
+				t.Errorf("%d bytes were sent, but counted as %+v", n, s)
+			}
+			t.Logf("%d bytes in %v, %+v", n, took, s)
+		})
+	}
+}
+
+// A queue with room for little makes TCP lose segments, also out of the middle
+// of super-packets; every byte arrives all the same.
+func TestSmallQueueAndLoss(t *testing.T) {
+	l := open(t, Options{RTT: 4 * time.Millisecond, Rate: 50e6, Queue: 20000, Loss: 0.01, Seed: 7})
+	if _, err := transfer(t.Context(), l, 2<<20); err != nil {
+		t.Fatal(err)
+	}
+	s := l.Stats(Cloud)
+	if s.Lost == 0 {
+		t.Errorf("nothing was lost: %+v", s)
+	}
+	t.Logf("%+v", s)
+}
+
+// UDP packets have no congestion control: what exceeds the queue is dropped.
+func TestQueueDropsTail(t *testing.T) {
+	l := open(t, Options{Rate: 1e6, Queue: 10 * 1500})
+	conn, err := l.DialContext(t.Context(), Cloud, "udp4", l.Addr(Edge).String()+":9")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	for range 100 {
+		// Nobody listens: an ICMP message makes a later write fail.
+		conn.Write(make([]byte, 1472))
+	}
+	// 10 fit at once; room for another is made every 12 ms.
+	deadline := time.Now().Add(10 * time.Second)
+	for s := l.Stats(Cloud); s.Packets < 10 || s.Dropped < 20; s = l.Stats(Cloud) {
+		if time.Now().After(deadline) {
+			t.Fatalf("of 100 packets at once: %+v", s)
+		}
+		time.Sleep(time.Millisecond)
+	}
+}
+
+func TestCommand(t *testing.T) {
+	l := open(t, Options{})
+	out, err := l.Command(t.Context(), Edge, "ip", "-o", "-4", "address").CombinedOutput()
+	if err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	if !strings.Contains(string(out), "192.0.2.2/24") || !strings.Contains(string(out), "127.0.0.1/8") {
+		t.Errorf("addresses at the edge:\n%s", out)
+	}
+	out, err = l.Command(t.Context(), Edge, "readlink", "/proc/self/ns/mnt").Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	own, err := os.Readlink("/proc/self/ns/mnt")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := strings.TrimSpace(string(out)); got != own {
+		t.Errorf("the command's mount namespace is %s, ours is %s", got, own)
+	}
+	if err := l.Command(t.Context(), Edge, "no-such-program").Run(); err == nil {
+		t.Error("a program that does not exist was run")
+	}
+}
+
+// Do must leave the caller's thread where it was, also when fn panics.
+func TestDoComesBack(t *testing.T) {
+	l := open(t, Options{})
+	own, err := os.Readlink("/proc/thread-self/ns/net")
+	if err != nil {
+		t.Fatal(err)
+	}
+	func() {
+		defer func() {
+			if recover() == nil {
+				t.Error("the panic was swallowed")
+			}
+		}()
+		l.Do(Cloud, func() error { panic("in the cloud") })
+	}()
+	for range 50 {
+		l.Do(Cloud, func() error { return nil })
+		after, err := os.Readlink("/proc/thread-self/ns/net")
+		if err != nil {
+			t.Fatal(err)
+		}
+		if after != own {
+			t.Fatalf("the thread is in %s instead of %s", after, own)
+		}
+	}
+}
+
+func TestCloseLeavesNothing(t *testing.T) {
+	needLink(t)
+	for _, how := range []string{"close", "context"} {
+		t.Run(how, func(t *testing.T) {
+			ctx, cancel := context.WithCancel(t.Context())
+			defer cancel()
+			l, err := New(ctx, Options{RTT: 300 * time.Millisecond, Rate: 1e6})
+			if err != nil {
+				t.Fatal(err)
+			}
+			conn, err := l.DialContext(ctx, Edge, "udp4", "192.0.2.1:9")
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer conn.Close()
+			conn.Write([]byte("under way when the link closes"))
+			if how == "context" {
+				cancel()
+				// Close waits for the closing that the context has begun.
+			}
+			if err := l.Close(); err != nil {
+				t.Fatal(err)
+			}
+			for _, side := range []Side{Cloud, Edge} {
+				if _, err := os.Stat(l.Namespace(side)); !errors.Is(err, os.ErrNotExist) {
+					t.Errorf("%s is left: %v", l.Namespace(side), err)
+				}
+			}
+		})
+	}
+}
+
+func TestCollect(t *testing.T) {
+	needLink(t)
+	// A process of our own ID that began at another time is gone.
+	ns, err := newNamespace("left")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer ns.remove()
+	dead := filepath.Join(namespaceDir, fmt.Sprintf("%s%d-1-1-left", namePrefix, os.Getpid()))
+	if err := os.WriteFile(dead, nil, 0o444); err != nil {
+		t.Fatal(err)
+	}
+	other := filepath.Join(namespaceDir, namePrefix+"of-somebody")
+	if err := os.WriteFile(other, nil, 0o444); err != nil {
+		t.Fatal(err)
+	}
+	defer os.Remove(other)
+	collect()
+	if _, err := os.Stat(dead); !errors.Is(err, os.ErrNotExist) {
+		os.Remove(dead)
+		t.Errorf("%s was not collected", dead)
+	}
+	for _, kept := range []string{ns.path, other} {
+		if _, err := os.Stat(kept); err != nil {
+			t.Errorf("%s was collected: %v", kept, err)
+		}
+	}
+}
+
+func TestOptions(t *testing.T) {
+	for _, o := range []Options{{RTT: -1}, {Rate: -1}, {Loss: 2}, {Queue: 10}} {
+		if _, err := o.withDefaults(); err == nil {
+			t.Errorf("%+v was accepted", o)
+		}
+	}
+	o, err := Options{RTT: 100 * time.Millisecond, Rate: 100e6}.withDefaults()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if want := int64(1250000); o.Queue != want {
+		t.Errorf("queue of %d bytes, want %d", o.Queue, want)
+	}
+}
+
+// The rate that TCP reaches, as Mbit/s, for some settings of the link.
+func BenchmarkThroughput(b *testing.B) {
+	for _, c := range []struct {
+		rtt  time.Duration
+		rate int64
+	}{
+		{100 * time.Millisecond, 5e6}, {100 * time.Millisecond, 100e6}, {150 * time.Millisecond, 100e6},
+		{100 * time.Millisecond, 500e6}, {time.Millisecond, 1e9}, {time.Millisecond, 0}, {0, 0},
+	} {
+		b.Run(fmt.Sprintf("%dMbit-%v", c.rate/1e6, c.rtt), func(b *testing.B) {
+			l := open(b, Options{RTT: c.rtt, Rate: c.rate})
+			var m Measurement
+			for b.Loop() {
+				var err error
+				if m, err = l.Check(b.Context()); err != nil {
+					b.Log(err)
+				}
+			}
+			b.ReportMetric(m.Rate/1e6, "Mbit/s")
+			b.ReportMetric(m.RTT.Seconds()*1e3, "ms-rtt")
+			b.ReportMetric(m.Late.Seconds()*1e3, "ms-late")
+		})
+	}
+}
