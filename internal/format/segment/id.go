@@ -10,10 +10,13 @@ import (
 	"strings"
 )
 
+// IDLength is the length of an ID in bytes.
+const IDLength = sha256.Size
+
 // ID names a segment or a content: the SHA-256 of its bytes. The zero ID names
 // a hole: a segment whose bytes are all zero. A hole is never stored and never
 // sent; its length alone says what it is.
-type ID [sha256.Size]byte
+type ID [IDLength]byte
 
 // Sum returns the ID of b. It never returns the zero ID for a hole: callers
 // that split contents use Splitter, which does.

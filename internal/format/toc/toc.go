@@ -1,6 +1,50 @@
 // Package toc is the table of contents of a rootfs: every name, inode and
 // attribute of the flattened filesystem, and for regular files the content and
 // its segments, but no file data.
+//
+// # Encoded
+//
+// An encoded TOC is the seven bytes "HFTOC\r\n", the version (1, one byte) and
+// the columns below, each once and in this order. A column is
+//
+//	encoding  one byte: 0 stored, 1 zstd
+//	raw       uvarint: bytes of the column
+//	length    uvarint: bytes of the payload, equal to raw when stored
+//	payload
+//
+// and nothing follows the last one. A uvarint is that of encoding/binary,
+// 64 bits at most, in its shortest form; a varint is its zigzag form.
+//
+//	chain ID  its text
+//	attrs     the distinct (mode, uid, gid, xattr set) of inodes, four uvarints
+//	          each, in the order in which inodes first use them
+//	attr      per inode, uvarint: index into attrs
+//	mtime     per inode, varint: seconds, less those of the inode before (0
+//	          before the first), modulo 2^64
+//	nsec      per inode, uvarint: nanoseconds of the mtime
+//	device    per device inode: major, minor, uvarints
+//	target    per symlink inode: the target and a zero byte
+//	children  per directory inode, uvarint: number of names in it
+//	names     per name: the name and a zero byte
+//	links     per name that is not its inode's first: two uvarints, the index
+//	          of the name less that of the one before in this column (-1 before
+//	          the first), and the inode's number
+//	refs      per regular inode, uvarint: 0 it is empty, 1 it has the next
+//	          content that no inode before it had, n > 1: it has the content
+//	          that is n-1 before that one
+//	sizes     per content, uvarint: bytes
+//	segments  per content, uvarints: the number of its segments less one, then
+//	          per segment 2*length + hole, where hole is 1 for a hole and else
+//	          0, and the length of a content's last segment is written as 0
+//	xattrs    per set but the empty one: uvarint count; per xattr, uvarint
+//	          length and name, uvarint length and value
+//	digests   32 bytes per content, then 32 bytes per segment that is no hole of
+//	          the contents with more than one segment; never compressed
+//
+// All columns together are at most 256 MiB, which bounds what decoding takes;
+// further limits are those of Validate. An encoded TOC is named by the SHA-256
+// of its bytes (Digest). Which bytes the compressor makes is not specified: the
+// server encodes a TOC once and keeps it.
 package toc
 
 import (
@@ -17,7 +61,8 @@ import (
 // directory, directory by directory in inode order, each directory's children
 // sorted by name bytewise. An inode's number is the order in which it is first
 // named by Dirents. Contents are in the order in which inodes first use them,
-// and Segments in the order of Contents.
+// and Segments in the order of Contents; Xattrs after the first are in the order
+// in which inodes first use them. Validate checks all of this.
 type TOC struct {
 	// ChainID is the OCI chain ID of the layers this rootfs was made from.
 	ChainID  digest.Digest

@@ -1,0 +1,209 @@
+package toc
+
+import (
+	"crypto/sha256"
+	"encoding/binary"
+	"fmt"
+	"sync"
+
+	"github.com/klauspost/compress/zstd"
+	"github.com/opencontainers/go-digest"
+	"golang.org/x/sys/unix"
+)
+
+const (
+	magic   = "HFTOC\r\n"
+	version = 1
+
+	maxRaw = 256 << 20 // bytes of all columns together
+)
+
+// Columns, in the order in which they are stored.
+const (
+	colChainID = iota
+	colAttrs
+	colAttr
+	colMtime
+	colNsec
+	colDevice
+	colTarget
+	colChildren
+	colNames
+	colLinks
+	colRefs
+	colSizes
+	colSegments
+	colXattrs
+	colDigests
+	columns
+)
+
+const (
+	stored     = 0
+	compressed = 1
+)
+
+// Digest names an encoded TOC: the SHA-256 of its bytes.
+func Digest(encoded []byte) digest.Digest {
+	return digest.NewDigestFromBytes(digest.SHA256, sum(encoded))
+}
+
+func sum(b []byte) []byte { s := sha256.Sum256(b); return s[:] }
+
+// Encode encodes a TOC, which must be valid (see Validate).
+func Encode(t *TOC) ([]byte, error) {
+	if err := t.Validate(); err != nil {
+		return nil, fmt.Errorf("encode TOC of %s: %w", t.ChainID, err)
+	}
+	var c [columns][]byte
+	c[colChainID] = []byte(t.ChainID)
+	t.encodeInodes(&c)
+	t.encodeTree(&c)
+	t.encodeContents(&c)
+	for _, set := range t.Xattrs[1:] {
+		c[colXattrs] = appendXattrs(c[colXattrs], set)
+	}
+
+	z := encoders.Get().(*zstd.Encoder)
+	defer encoders.Put(z)
+	out := append([]byte(magic), version)
+	raw := 0
+	for i, col := range c {
+		raw += len(col)
+		payload, encoding := col, byte(stored)
+		if i != colDigests {
+			if p := z.EncodeAll(col, nil); len(p) < len(col) {
+				payload, encoding = p, compressed
+			}
+		}
+		out = append(out, encoding)
+		out = binary.AppendUvarint(out, uint64(len(col)))
+		out = binary.AppendUvarint(out, uint64(len(payload)))
+		out = append(out, payload...)
+	}
+	if raw > maxRaw {
+		return nil, fmt.Errorf("encode TOC of %s: %d bytes of columns, at most %d", t.ChainID, raw, maxRaw)
+	}
+	return out, nil
+}
+
+// attrs is what many inodes have in common.
+type attrs struct{ mode, uid, gid, xattrs uint32 }
+
+func (t *TOC) encodeInodes(c *[columns][]byte) {
+	table := map[attrs]uint64{}
+	nextContent := int32(0)
+	mtime := int64(0)
+	for i := range t.Inodes {
+		n := &t.Inodes[i]
+		a := attrs{n.Mode, n.UID, n.GID, n.Xattrs}
+		k, ok := table[a]
+		if !ok {
+			k = uint64(len(table))
+			table[a] = k
+			for _, v := range []uint32{a.mode, a.uid, a.gid, a.xattrs} {
+				c[colAttrs] = binary.AppendUvarint(c[colAttrs], uint64(v))
+			}
+		}
+		c[colAttr] = binary.AppendUvarint(c[colAttr], k)
+		c[colMtime] = binary.AppendVarint(c[colMtime], n.Mtime-mtime) // may wrap around
+		mtime = n.Mtime
+		c[colNsec] = binary.AppendUvarint(c[colNsec], uint64(n.MtimeNsec))
+		switch n.Mode & unix.S_IFMT {
+		case unix.S_IFDIR:
+			c[colChildren] = binary.AppendUvarint(c[colChildren], uint64(n.Children))
+		case unix.S_IFCHR, unix.S_IFBLK:
+			c[colDevice] = binary.AppendUvarint(c[colDevice], uint64(n.Major))
+			c[colDevice] = binary.AppendUvarint(c[colDevice], uint64(n.Minor))
+		case unix.S_IFLNK:
+			c[colTarget] = append(append(c[colTarget], n.Target...), 0)
+		case unix.S_IFREG:
+			ref := uint64(0)
+			switch {
+			case n.Content == nextContent:
+				ref = 1
+				nextContent++
+			case n.Content >= 0:
+				ref = uint64(nextContent-n.Content) + 1
+			}
+			c[colRefs] = binary.AppendUvarint(c[colRefs], ref)
+		}
+	}
+}
+
+func (t *TOC) encodeTree(c *[columns][]byte) {
+	next, before := uint32(1), -1
+	for i, d := range t.Dirents {
+		c[colNames] = append(append(c[colNames], d.Name...), 0)
+		if d.Inode == next {
+			next++
+			continue
+		}
+		c[colLinks] = binary.AppendUvarint(c[colLinks], uint64(i-before))
+		c[colLinks] = binary.AppendUvarint(c[colLinks], uint64(d.Inode))
+		before = i
+	}
+}
+
+func (t *TOC) encodeContents(c *[columns][]byte) {
+	c[colDigests] = make([]byte, 0, 32*len(t.Contents))
+	for i := range t.Contents {
+		n := &t.Contents[i]
+		c[colDigests] = append(c[colDigests], n.ID[:]...)
+		c[colSizes] = binary.AppendUvarint(c[colSizes], uint64(n.Size))
+		c[colSegments] = binary.AppendUvarint(c[colSegments], uint64(n.Segments-1))
+		for j := range n.Segments {
+			s := &t.Segments[n.First+j]
+			v := uint64(0)
+			if s.ID.IsHole() {
+				v = 1
+			}
+			if j < n.Segments-1 { // the last one takes what is left
+				v |= uint64(s.Length) << 1
+			}
+			c[colSegments] = binary.AppendUvarint(c[colSegments], v)
+		}
+	}
+	for i := range t.Contents {
+		n := &t.Contents[i]
+		if n.Segments == 1 {
+			continue
+		}
+		for _, s := range t.Segments[n.First : n.First+n.Segments] {
+			if !s.ID.IsHole() {
+				c[colDigests] = append(c[colDigests], s.ID[:]...)
+			}
+		}
+	}
+}
+
+func appendXattrs(b []byte, set []Xattr) []byte {
+	b = binary.AppendUvarint(b, uint64(len(set)))
+	for _, x := range set {
+		b = binary.AppendUvarint(b, uint64(len(x.Name)))
+		b = append(b, x.Name...)
+		b = binary.AppendUvarint(b, uint64(len(x.Value)))
+		b = append(b, x.Value...)
+	}
+	return b
+}
+
+// The pools keep what is expensive to set up; no state passes through them.
+var (
+	encoders = sync.Pool{New: func() any {
+		z, err := zstd.NewWriter(nil, zstd.WithEncoderLevel(zstd.SpeedBetterCompression),
+			zstd.WithEncoderConcurrency(1), zstd.WithEncoderCRC(false), zstd.WithWindowSize(4<<20))
+		if err != nil {
+			panic(err) // the options are constant
+		}
+		return z
+	}}
+	decoders = sync.Pool{New: func() any {
+		d, err := zstd.NewReader(nil, zstd.WithDecoderConcurrency(1), zstd.WithDecoderLowmem(true),
+			zstd.WithDecodeAllCapLimit(true), zstd.WithDecoderMaxWindow(8<<20))
+		if err != nil {
+			panic(err) // the options are constant
+		}
+		return d
+	}}
+)
