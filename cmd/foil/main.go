@@ -49,6 +49,10 @@ It is one program with three faces:
 	}
 	root.CompletionOptions.HiddenDefaultCmd = true
 	root.AddCommand(
+		newImagesCommand(),
+		newPullCommand(),
+		newStatusCommand(),
+		newVerifyCommand(),
 		newVersionCommand(),
 	)
 	return root
