@@ -50,6 +50,7 @@ It is one program with three faces:
 	root.CompletionOptions.HiddenDefaultCmd = true
 	root.AddCommand(
 		newImagesCommand(),
+		newKeeperCommand(),
 		newPullCommand(),
 		newStatusCommand(),
 		newVerifyCommand(),
