@@ -6,6 +6,7 @@ package catalog
 import (
 	"context"
 	"errors"
+	"fmt"
 	"time"
 
 	"github.com/opencontainers/go-digest"
@@ -66,11 +67,17 @@ type Blob struct {
 	MediaType string // as its pusher or a manifest named it; may be empty
 }
 
+// BlobKey is where in the object store the bytes of a blob are:
+// blobs/sha256/ab/abcd....
+func BlobKey(d digest.Digest) string {
+	return fmt.Sprintf("blobs/%s/%s/%s", d.Algorithm(), d.Encoded()[:2], d.Encoded())
+}
+
 // Manifest is one manifest or index, with its exact bytes.
 type Manifest struct {
 	Digest       digest.Digest
 	MediaType    string
-	ArtifactType string
+	ArtifactType string        // as Referrers filters: of an image, without one, its config's type
 	Subject      digest.Digest // empty when it has none
 	Annotations  map[string]string
 	Bytes        []byte
