@@ -1,14 +1,13 @@
 package toc
 
 import (
-	"crypto/sha256"
 	"encoding/binary"
 	"fmt"
-	"sync"
 
-	"github.com/klauspost/compress/zstd"
 	"github.com/opencontainers/go-digest"
 	"golang.org/x/sys/unix"
+
+	"hydrofoil.dev/foil/internal/format/columns"
 )
 
 const (
@@ -35,27 +34,20 @@ const (
 	colSegments
 	colXattrs
 	colDigests
-	columns
-)
-
-const (
-	stored     = 0
-	compressed = 1
+	colCount
 )
 
 // Digest names an encoded TOC: the SHA-256 of its bytes.
 func Digest(encoded []byte) digest.Digest {
-	return digest.NewDigestFromBytes(digest.SHA256, sum(encoded))
+	return digest.FromBytes(encoded)
 }
-
-func sum(b []byte) []byte { s := sha256.Sum256(b); return s[:] }
 
 // Encode encodes a TOC, which must be valid (see Validate).
 func Encode(t *TOC) ([]byte, error) {
 	if err := t.Validate(); err != nil {
 		return nil, fmt.Errorf("encode TOC of %s: %w", t.ChainID, err)
 	}
-	var c [columns][]byte
+	var c [colCount][]byte
 	c[colChainID] = []byte(t.ChainID)
 	t.encodeInodes(&c)
 	t.encodeTree(&c)
@@ -64,22 +56,11 @@ func Encode(t *TOC) ([]byte, error) {
 		c[colXattrs] = appendXattrs(c[colXattrs], set)
 	}
 
-	z := encoders.Get().(*zstd.Encoder)
-	defer encoders.Put(z)
 	out := append([]byte(magic), version)
 	raw := 0
 	for i, col := range c {
 		raw += len(col)
-		payload, encoding := col, byte(stored)
-		if i != colDigests {
-			if p := z.EncodeAll(col, nil); len(p) < len(col) {
-				payload, encoding = p, compressed
-			}
-		}
-		out = append(out, encoding)
-		out = binary.AppendUvarint(out, uint64(len(col)))
-		out = binary.AppendUvarint(out, uint64(len(payload)))
-		out = append(out, payload...)
+		out = columns.Append(out, col, i != colDigests)
 	}
 	if raw > maxRaw {
 		return nil, fmt.Errorf("encode TOC of %s: %d bytes of columns, at most %d", t.ChainID, raw, maxRaw)
@@ -90,7 +71,7 @@ func Encode(t *TOC) ([]byte, error) {
 // attrs is what many inodes have in common.
 type attrs struct{ mode, uid, gid, xattrs uint32 }
 
-func (t *TOC) encodeInodes(c *[columns][]byte) {
+func (t *TOC) encodeInodes(c *[colCount][]byte) {
 	table := map[attrs]uint64{}
 	nextContent := int32(0)
 	mtime := int64(0)
@@ -131,7 +112,7 @@ func (t *TOC) encodeInodes(c *[columns][]byte) {
 	}
 }
 
-func (t *TOC) encodeTree(c *[columns][]byte) {
+func (t *TOC) encodeTree(c *[colCount][]byte) {
 	next, before := uint32(1), -1
 	for i, d := range t.Dirents {
 		c[colNames] = append(append(c[colNames], d.Name...), 0)
@@ -145,7 +126,7 @@ func (t *TOC) encodeTree(c *[columns][]byte) {
 	}
 }
 
-func (t *TOC) encodeContents(c *[columns][]byte) {
+func (t *TOC) encodeContents(c *[colCount][]byte) {
 	c[colDigests] = make([]byte, 0, 32*len(t.Contents))
 	for i := range t.Contents {
 		n := &t.Contents[i]
@@ -187,23 +168,3 @@ func appendXattrs(b []byte, set []Xattr) []byte {
 	}
 	return b
 }
-
-// The pools keep what is expensive to set up; no state passes through them.
-var (
-	encoders = sync.Pool{New: func() any {
-		z, err := zstd.NewWriter(nil, zstd.WithEncoderLevel(zstd.SpeedBetterCompression),
-			zstd.WithEncoderConcurrency(1), zstd.WithEncoderCRC(false), zstd.WithWindowSize(4<<20))
-		if err != nil {
-			panic(err) // the options are constant
-		}
-		return z
-	}}
-	decoders = sync.Pool{New: func() any {
-		d, err := zstd.NewReader(nil, zstd.WithDecoderConcurrency(1), zstd.WithDecoderLowmem(true),
-			zstd.WithDecodeAllCapLimit(true), zstd.WithDecoderMaxWindow(8<<20))
-		if err != nil {
-			panic(err) // the options are constant
-		}
-		return d
-	}}
-)

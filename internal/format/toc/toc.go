@@ -5,15 +5,8 @@
 // # Encoded
 //
 // An encoded TOC is the seven bytes "HFTOC\r\n", the version (1, one byte) and
-// the columns below, each once and in this order. A column is
-//
-//	encoding  one byte: 0 stored, 1 zstd
-//	raw       uvarint: bytes of the column
-//	length    uvarint: bytes of the payload, equal to raw when stored
-//	payload
-//
-// and nothing follows the last one. A uvarint is that of encoding/binary,
-// 64 bits at most, in its shortest form; a varint is its zigzag form.
+// the columns below, each once and in this order, as package columns codes
+// them; nothing follows the last one. A varint is a uvarint in zigzag form.
 //
 //	chain ID  its text
 //	attrs     the distinct (mode, uid, gid, xattr set) of inodes, four uvarints
