@@ -56,13 +56,15 @@ type SpecOptions struct {
 // IO is where the streams of a container's first process lead. An *os.File
 // is handed over as it is; anything else is copied by a goroutine that ends with
 // the container (the one that reads from Stdin ends with its next Read). Nil
-// is /dev/null. With a terminal, Stderr is unused, and when Stdin is a terminal
-// it is switched to raw mode until the container ends and its window size is
-// followed.
+// is /dev/null.
 type IO struct {
 	Stdin  io.Reader
 	Stdout io.Writer
 	Stderr io.Writer
+	// TTY says that the container has a terminal of its own, as its
+	// SpecOptions said. Stderr is unused then; when Stdin is a terminal it is
+	// in raw mode until the container ends, and its window size is followed.
+	TTY bool
 }
 
 // State is what runc knows of a container.

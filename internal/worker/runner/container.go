@@ -1,0 +1,186 @@
+package runner
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"os/signal"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+
+	"golang.org/x/sys/unix"
+)
+
+// Container is a container that this process has created.
+type Container struct {
+	ID string
+
+	runner  *Runner
+	process *os.Process // the container's first, a child of ours
+	streams *streams
+
+	ended chan struct{} // closed when the process and its streams have ended
+	code  int           // valid then
+	err   error         // valid then
+
+	closeOnce sync.Once
+	closeErr  error
+}
+
+// Create makes the container of a bundle directory, up to the point where its
+// first process could be executed. The IDs of one StateRoot are unique.
+// Streams are described at IO; a container with a terminal (process.terminal in
+// config.json) needs IO.TTY.
+func (r *Runner) Create(ctx context.Context, id, dir string, o IO) (*Container, error) {
+	c, err := r.create(ctx, id, dir, o)
+	if err != nil {
+		return nil, fmt.Errorf("create container %s: %w", id, err)
+	}
+	return c, nil
+}
+
+func (r *Runner) create(ctx context.Context, id, dir string, o IO) (*Container, error) {
+	if err := os.MkdirAll(r.StateRoot, 0o711); err != nil {
+		return nil, err
+	}
+	if err := unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0); err != nil {
+		return nil, fmt.Errorf("become a subreaper: %w", err)
+	}
+	s, err := openStreams(dir, o)
+	if err != nil {
+		return nil, err
+	}
+	log, pidFile := filepath.Join(dir, "runc.log"), filepath.Join(dir, "pid")
+	if err := os.Remove(log); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return nil, errors.Join(err, s.abort())
+	}
+	args := []string{"create", "--bundle", dir, "--pid-file", pidFile}
+	if s.console != nil {
+		args = append(args, "--console-socket", s.console.path)
+	}
+	cmd := r.command(ctx, log, append(args, id)...)
+	cmd.Stdin, cmd.Stdout, cmd.Stderr = s.files()
+	err = cmd.Run()
+	if errors.Is(err, exec.ErrNotFound) {
+		return nil, errors.Join(errNoRunc(err), s.abort())
+	}
+	if err != nil {
+		if b, readErr := os.ReadFile(log); readErr == nil && lastError(b) != "" {
+			err = errors.New(lastError(b))
+		}
+		return nil, errors.Join(err, s.abort())
+	}
+	// From here on there is a container to be removed when something fails.
+	fail := func(err error) (*Container, error) {
+		return nil, errors.Join(err, r.Delete(context.WithoutCancel(ctx), id), s.abort())
+	}
+	b, err := os.ReadFile(pidFile)
+	if err != nil {
+		return fail(err)
+	}
+	pid, err := strconv.Atoi(strings.TrimSpace(string(b)))
+	if err != nil {
+		return fail(fmt.Errorf("read %s: %w", pidFile, err))
+	}
+	process, err := os.FindProcess(pid)
+	if err != nil {
+		return fail(err)
+	}
+	if err := s.begin(); err != nil {
+		return fail(err)
+	}
+	c := &Container{ID: id, runner: r, process: process, streams: s, ended: make(chan struct{})}
+	go c.follow()
+	return c, nil
+}
+
+// follow ends with the container; Close waits for it.
+func (c *Container) follow() {
+	defer close(c.ended)
+	state, err := c.process.Wait()
+	if err != nil {
+		c.err = fmt.Errorf("wait for container %s: %w", c.ID, err)
+	} else {
+		c.code = exitCode(state)
+	}
+	c.streams.end()
+}
+
+// PID is that of the container's first process.
+func (c *Container) PID() int { return c.process.Pid }
+
+// Start executes the container's first process.
+func (c *Container) Start(ctx context.Context) error {
+	if _, err := c.runner.run(ctx, "start", c.ID); err != nil {
+		return fmt.Errorf("start container %s: %w", c.ID, err)
+	}
+	return nil
+}
+
+// Done is closed when the container has ended and all its output was written.
+func (c *Container) Done() <-chan struct{} { return c.ended }
+
+// Wait waits until the container has ended and all its output was written, and
+// returns the exit code of its first process, or 128 plus the signal that ended
+// it. It may be called several times. When ctx ends first, its error is
+// returned and the container goes on.
+func (c *Container) Wait(ctx context.Context) (int, error) {
+	select {
+	case <-c.ended:
+		return c.code, c.err
+	case <-ctx.Done():
+		return 0, fmt.Errorf("wait for container %s: %w", c.ID, context.Cause(ctx))
+	}
+}
+
+// Signal sends a signal to the container's first process. That the process has
+// ended is no error. As the first one of its namespace it gets no signal,
+// SIGKILL excepted, that it has no handler for.
+func (c *Container) Signal(sig os.Signal) error {
+	if err := c.process.Signal(sig); err != nil && !errors.Is(err, os.ErrProcessDone) {
+		return fmt.Errorf("signal container %s: %w", c.ID, err)
+	}
+	return nil
+}
+
+// forwarded are the signals by which people and supervisors talk to a program.
+var forwarded = []os.Signal{unix.SIGHUP, unix.SIGINT, unix.SIGQUIT, unix.SIGTERM, unix.SIGUSR1, unix.SIGUSR2}
+
+// ForwardSignals passes signals that reach this process on to the container
+// until stop is called.
+func (c *Container) ForwardSignals() (stop func()) {
+	signals := make(chan os.Signal, 16)
+	signal.Notify(signals, forwarded...)
+	quit, gone := make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(gone)
+		for {
+			select {
+			case s := <-signals:
+				c.Signal(s) //nolint:errcheck // it ended, or will be killed
+			case <-quit:
+				return
+			}
+		}
+	}()
+	return sync.OnceFunc(func() {
+		signal.Stop(signals)
+		close(quit)
+		<-gone
+	})
+}
+
+// Close kills the container if it still runs, waits for its output, and removes
+// runc's state of it. Wait works afterwards.
+func (c *Container) Close() error {
+	c.closeOnce.Do(func() {
+		// Not bounded by a caller's context: state must not be left behind.
+		c.closeErr = errors.Join(c.Signal(unix.SIGKILL), c.runner.Delete(context.Background(), c.ID))
+		<-c.ended
+	})
+	return c.closeErr
+}
