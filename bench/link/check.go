@@ -42,6 +42,16 @@ func (l *Link) Check(ctx context.Context) (Measurement, error) {
 	if err != nil {
 		return m, fmt.Errorf("link: measure rate: %w", err)
 	}
+	// What is still under way must not be in the way of what comes next.
+	drain := l.options.RTT
+	if l.options.Rate > 0 {
+		drain += time.Duration(float64(l.options.Queue) * 8e9 / float64(l.options.Rate))
+	}
+	select {
+	case <-ctx.Done():
+		return m, ctx.Err()
+	case <-time.After(drain):
+	}
 	m.Late = max(l.Stats(Cloud).Late, l.Stats(Edge).Late)
 	m.Moved = l.Stats(Cloud).Bytes - before
 

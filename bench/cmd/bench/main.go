@@ -22,7 +22,7 @@ func main() {
 		SilenceUsage:  true,
 		SilenceErrors: true,
 	}
-	root.AddCommand(linkCommand())
+	root.AddCommand(linkCommand(), imagesCommand())
 	err := root.ExecuteContext(ctx)
 	stop()
 	var exit *exec.ExitError
