@@ -1,0 +1,267 @@
+// Package bundle is the protocol between a worker and a server: the request,
+// and the bundle, which is the stream that answers it.
+//
+// # The stream
+//
+// A stream starts with the eight bytes "HFBNDL\r\n" and is a sequence of
+// sections. A section is
+//
+//	type    one byte
+//	flags   one byte; bit 0: a reader that does not know the type must give up,
+//	        else it skips the section; the other bits are 0
+//	length  four bytes, little-endian: bytes of the payload
+//	payload
+//
+// Numbers in payloads are uvarints as in package columns; a block is a uvarint
+// and as many bytes; a column is what package columns codes. Sections come in
+// this order, and every number but those of frames is checked by the reader:
+//
+//	1 Hello   once, first
+//	2 Image   one for each image asked for that could be resolved, before Plan
+//	3 Plan    once
+//	4 Frame   once for each frame of the plan
+//	5 Error   ends the stream, at any place
+//	6 End     ends the stream when everything has been sent
+//
+// A stream that ends in any other way was cut. Numbers 7 (startup set) and 8
+// (TOC as a delta against another) are kept for what they say.
+//
+// Hello is the version of the stream (1) and a block, the stream ID, which
+// Promotion names.
+//
+// Image is one column and, after it, the encoded TOC up to the end of the
+// payload, or nothing if the worker has it. The column holds:
+//
+//	index     uvarint: which of Request.Images this is
+//	have      uvarint: 1 if the TOC is left out because the worker has it, else 0
+//	segments  uvarint: the number of segments in the TOC
+//	blocks    manifest: digest, media type, bytes; the index it was chosen from:
+//	          the same, three empty blocks if none; config: the same; chain ID;
+//	          digest of the TOC
+//
+// Manifest, index and config are the exact bytes that their digests name.
+//
+// Plan names segments by number: the segments of all TOCs of the stream, in the
+// order of the Image sections, numbered through from 0. Of segments with equal
+// IDs the lowest number is meant. Holes are never planned. The payload is
+//
+//	totals    four uvarints: frames, segments planned, bytes that all Frame
+//	          sections take at most, bytes of the contents in them
+//	lengths   column: per frame, uvarint, the most bytes its frame takes
+//	raw       column: per frame, uvarint, its bytes decoded
+//	counts    column: per frame, uvarint, its segments
+//	segments  column: per segment, in order, varint: its number less the one
+//	          before it (before the first: less -1)
+//
+// Frame is a uvarint, the index of the frame in the plan, and the frame as
+// package segment codes it. Frames come in the order of the plan unless a
+// promotion changed it. A frame encoded against a content would come with an
+// encoding of its own (see segment.Encoding).
+//
+// Error is three blocks: a code (one of the Code constants), a message for
+// people, and the repository and reference it is about, or nothing.
+//
+// End has no payload.
+package bundle
+
+import (
+	"errors"
+	"fmt"
+
+	"github.com/opencontainers/go-digest"
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+
+	"hydrofoil.dev/foil/internal/format/segment"
+	"hydrofoil.dev/foil/internal/format/toc"
+)
+
+const magic = "HFBNDL\r\n"
+
+// Type is the type of a section.
+type Type byte
+
+const (
+	TypeHello Type = 1
+	TypeImage Type = 2
+	TypePlan  Type = 3
+	TypeFrame Type = 4
+	TypeError Type = 5
+	TypeEnd   Type = 6
+)
+
+const (
+	flagMust   = 1
+	headLength = 6
+)
+
+// Limits on what a reader takes, in bytes.
+const (
+	MaxHello    = 4 << 10
+	MaxManifest = 4 << 20 // a manifest, an index or a config
+	MaxImage    = 256 << 20
+	MaxPlan     = 64 << 20
+	MaxFrame    = segment.MaxFrameRaw + 1 + 5
+	MaxError    = 64 << 10
+	MaxRequest  = 16 << 20 // the JSON of a Request
+	MaxUnknown  = 64 << 20 // a section that is skipped
+)
+
+// ErrCorrupt is returned, wrapped, for a stream that breaks the rules.
+var ErrCorrupt = errors.New("corrupt bundle")
+
+// Hello starts a stream.
+type Hello struct {
+	Version int
+	Stream  string // names it in a Promotion
+}
+
+// Blob is a manifest, index or config with its exact bytes.
+type Blob struct {
+	Digest    digest.Digest
+	MediaType string
+	Bytes     []byte
+}
+
+// Image is one image of the request: all that is needed to mount it but the
+// bytes of its files.
+type Image struct {
+	// Index is its place in Request.Images.
+	Index    int
+	Manifest Blob
+	// Chosen is the index (image list) from which Manifest was chosen; nil if
+	// the reference named the manifest itself.
+	Chosen *Blob
+	Config Blob
+	// ChainID names the rootfs.
+	ChainID digest.Digest
+	// TOCDigest names the encoded TOC; TOC is nil if the worker has it.
+	TOCDigest digest.Digest
+	TOC       []byte
+	// Segments is len(toc.TOC.Segments).
+	Segments uint32
+}
+
+// DecodeTOC decodes the TOC (given encoded, if the worker had it: else nil) and
+// checks that it is the one that the image names.
+func (m *Image) DecodeTOC(encoded []byte) (*toc.TOC, error) {
+	if m.TOC != nil {
+		encoded = m.TOC
+	}
+	if got := toc.Digest(encoded); got != m.TOCDigest {
+		return nil, fmt.Errorf("%w: TOC of %s has digest %s, want %s", ErrCorrupt, m.ChainID, got, m.TOCDigest)
+	}
+	t, err := toc.Decode(encoded)
+	if err != nil {
+		return nil, fmt.Errorf("%w: TOC %s: %w", ErrCorrupt, m.TOCDigest, err)
+	}
+	if t.ChainID != m.ChainID || len(t.Segments) != int(m.Segments) {
+		return nil, fmt.Errorf("%w: TOC %s is of %s with %d segments, want %s with %d",
+			ErrCorrupt, m.TOCDigest, t.ChainID, len(t.Segments), m.ChainID, m.Segments)
+	}
+	return t, nil
+}
+
+// Plan says which frames the stream has, in which order.
+type Plan struct {
+	Frames []PlanFrame
+	// Segments are the numbers of all frames' segments, frame by frame. The
+	// number of segment i of the TOC of the stream's k-th Image section is i plus
+	// the segments of the sections before it.
+	Segments []uint32
+	// MaxBytes is the most that all Frame sections take in the stream.
+	MaxBytes int64
+	// ContentBytes is the sum of the frames' raw lengths.
+	ContentBytes int64
+}
+
+// PlanFrame is one frame of a plan.
+type PlanFrame struct {
+	MaxLength uint32 // bytes of the frame, at most
+	RawLength uint32 // bytes, decoded
+	First     uint32 // its segments are Plan.Segments[First:First+Segments]
+	Segments  uint32
+}
+
+// Frame is one frame of the plan.
+type Frame struct {
+	Index uint32 // in Plan.Frames
+	Data  []byte // for segment.DecodeFrame
+}
+
+// Codes of errors, in streams and in the bodies of HTTP errors.
+const (
+	CodeNotFound     = "not_found"    // no such image, or nothing for the platform
+	CodeInvalid      = "invalid"      // the request breaks the rules
+	CodeUnauthorized = "unauthorized" // may not pull
+	CodeUnsupported  = "unsupported"  // the image cannot be had as a bundle; a plain pull may work
+	CodeUnavailable  = "unavailable"  // try again later
+	CodeCorrupt      = "corrupt"      // the server's own bytes are damaged
+	CodeInternal     = "internal"
+)
+
+// Error is what the server has to say instead of the rest of the stream; before
+// a stream it is the JSON body of an HTTP error.
+type Error struct {
+	Code    string `json:"code"`
+	Message string `json:"message"`
+	Ref     string `json:"ref,omitempty"` // the image it is about
+}
+
+func (e *Error) Error() string {
+	if e.Ref == "" {
+		return fmt.Sprintf("server: %s (%s)", e.Message, e.Code)
+	}
+	return fmt.Sprintf("server: %s: %s (%s)", e.Ref, e.Message, e.Code)
+}
+
+// Check compares the plan with the TOCs of the stream's images, in the order of
+// the Image sections: every number names a segment that is no hole, none is
+// named twice, of equal IDs the lowest, and lengths add up. Whoever writes what
+// frames hold to where the plan says must call it first.
+func (p *Plan) Check(tocs []*toc.TOC) error {
+	all := 0
+	for _, t := range tocs {
+		all += len(t.Segments)
+	}
+	segments := make([]*toc.Segment, 0, all)
+	for _, t := range tocs {
+		for i := range t.Segments {
+			segments = append(segments, &t.Segments[i])
+		}
+	}
+	planned := make(map[segment.ID]uint32, len(p.Segments))
+	for i, f := range p.Frames {
+		raw := uint64(0)
+		for _, n := range p.Segments[f.First : f.First+f.Segments] {
+			if int(n) >= all || segments[n].ID.IsHole() {
+				return fmt.Errorf("%w: plan: frame %d names segment %d of %d, or it is a hole", ErrCorrupt, i, n, all)
+			}
+			if before, ok := planned[segments[n].ID]; ok {
+				return fmt.Errorf("%w: plan: frame %d names segment %d, which is %d", ErrCorrupt, i, n, before)
+			}
+			planned[segments[n].ID] = n
+			raw += uint64(segments[n].Length)
+		}
+		if raw != uint64(f.RawLength) {
+			return fmt.Errorf("%w: plan: frame %d has %d bytes, its segments %d", ErrCorrupt, i, f.RawLength, raw)
+		}
+	}
+	for n, s := range segments {
+		if lowest, ok := planned[s.ID]; ok && uint32(n) < lowest {
+			return fmt.Errorf("%w: plan: segment %d is named by number %d", ErrCorrupt, n, lowest)
+		}
+	}
+	return nil
+}
+
+// platformString names a platform in messages.
+func platformString(p *ocispec.Platform) string {
+	if p == nil {
+		return "the server's platform"
+	}
+	s := p.OS + "/" + p.Architecture
+	if p.Variant != "" {
+		s += "/" + p.Variant
+	}
+	return s
+}

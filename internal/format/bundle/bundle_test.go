@@ -1,0 +1,532 @@
+package bundle_test
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"testing/iotest"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/opencontainers/go-digest"
+	"github.com/opencontainers/image-spec/identity"
+	"github.com/opencontainers/image-spec/specs-go"
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+	"golang.org/x/sys/unix"
+	"pgregory.net/rapid"
+
+	"hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/format/segment"
+	"hydrofoil.dev/foil/internal/format/toc"
+	"hydrofoil.dev/foil/internal/format/toc/toctest"
+)
+
+var update = flag.Bool("update", false, "write golden files anew")
+
+// fixture is an answer to a request for two images: one chosen from an index,
+// one whose TOC the worker has.
+type fixture struct {
+	req    *bundle.Request
+	images []*bundle.Image
+	tocs   []*toc.TOC
+	plan   *bundle.Plan
+	frames [][]byte
+}
+
+func mustJSON(v any) []byte {
+	b, err := json.Marshal(v)
+	if err != nil {
+		panic(err)
+	}
+	return b
+}
+
+func newImage(index int, files ...string) (*bundle.Image, *toc.TOC) {
+	diffID := digest.FromString(fmt.Sprint(files))
+	config := mustJSON(ocispec.Image{RootFS: ocispec.RootFS{Type: "layers", DiffIDs: []digest.Digest{diffID}}})
+	manifest := mustJSON(ocispec.Manifest{
+		Versioned: specs.Versioned{SchemaVersion: 2}, MediaType: ocispec.MediaTypeImageManifest,
+		Config: ocispec.Descriptor{MediaType: ocispec.MediaTypeImageConfig, Digest: digest.FromBytes(config), Size: int64(len(config))},
+		Layers: []ocispec.Descriptor{{MediaType: ocispec.MediaTypeImageLayerGzip, Digest: diffID, Size: 1}},
+	})
+	root := &toc.File{Mode: unix.S_IFDIR | 0o755, Children: map[string]*toc.File{}}
+	for i, f := range files {
+		id := segment.Sum([]byte(f))
+		root.Children[fmt.Sprintf("f%02d", i)] = &toc.File{Mode: unix.S_IFREG | 0o644, Content: &toc.Bytes{
+			ID: id, Size: int64(len(f)), Segments: []toc.Segment{{ID: id, Length: uint32(len(f))}}}}
+	}
+	chain := identity.ChainID([]digest.Digest{diffID})
+	t, err := toc.Build(chain, root)
+	if err != nil {
+		panic(err)
+	}
+	encoded, err := toc.Encode(t)
+	if err != nil {
+		panic(err)
+	}
+	return &bundle.Image{
+		Index:     index,
+		Manifest:  bundle.Blob{Digest: digest.FromBytes(manifest), MediaType: ocispec.MediaTypeImageManifest, Bytes: manifest},
+		Config:    bundle.Blob{Digest: digest.FromBytes(config), MediaType: ocispec.MediaTypeImageConfig, Bytes: config},
+		ChainID:   chain,
+		TOCDigest: toc.Digest(encoded),
+		TOC:       encoded,
+		Segments:  uint32(len(t.Segments)),
+	}, t
+}
+
+func newFixture() *fixture {
+	a, ta := newImage(0, "one", "two", "three, which is longer longer longer longer longer longer longer longer")
+	b, tb := newImage(1, "two", "four")
+	index := mustJSON(ocispec.Index{Manifests: []ocispec.Descriptor{{Digest: a.Manifest.Digest}}})
+	a.Chosen = &bundle.Blob{Digest: digest.FromBytes(index), MediaType: ocispec.MediaTypeImageIndex, Bytes: index}
+	f := &fixture{
+		req: &bundle.Request{
+			Versions: []int{bundle.Version},
+			Images: []bundle.ImageRequest{
+				{Repository: "r", Reference: string(a.Chosen.Digest)},
+				{Repository: "r", Reference: "tag"},
+			},
+			Have: []bundle.Have{{ChainID: b.ChainID, TOC: b.TOCDigest, Present: []byte{0}}},
+		},
+		images: []*bundle.Image{a, b},
+		tocs:   []*toc.TOC{ta, tb},
+		plan:   &bundle.Plan{},
+	}
+	b.TOC = nil
+	f.frame(2)
+	f.frame(4, 0, 1)
+	return f
+}
+
+func (f *fixture) frame(numbers ...uint32) {
+	var raw [][]byte
+	n := 0
+	for _, number := range numbers {
+		s := map[uint32]string{0: "one", 1: "two", 2: "three, which is longer longer longer longer longer longer longer longer", 4: "four"}[number]
+		raw, n = append(raw, []byte(s)), n+len(s)
+	}
+	b, err := segment.AppendFrame(nil, segment.Zstd, raw...)
+	if err != nil {
+		panic(err)
+	}
+	p := f.plan
+	p.Frames = append(p.Frames, bundle.PlanFrame{MaxLength: uint32(len(b)) + 3, RawLength: uint32(n),
+		First: uint32(len(p.Segments)), Segments: uint32(len(numbers))})
+	p.Segments = append(p.Segments, numbers...)
+	p.MaxBytes += bundle.SectionLength(len(b) + 3)
+	p.ContentBytes += int64(n)
+	f.frames = append(f.frames, b)
+}
+
+func (f *fixture) write(w *bundle.Writer) {
+	w.Hello(bundle.Hello{Version: 1, Stream: "stream-1"})
+	for _, m := range f.images {
+		w.Image(m)
+	}
+	w.Plan(f.plan)
+	for i := range f.frames {
+		j := len(f.frames) - 1 - i // as after a promotion
+		w.Frame(uint32(j), f.frames[j][:1], f.frames[j][1:])
+	}
+	w.End()
+}
+
+func (f *fixture) bytes() []byte {
+	var b bytes.Buffer
+	f.write(bundle.NewWriter(&b))
+	return b.Bytes()
+}
+
+// readAll reads sections until an error.
+func readAll(stream io.Reader, req *bundle.Request) (sections []any, r *bundle.Reader, err error) {
+	r = bundle.NewReader(stream, bundle.ReaderOptions{Request: req})
+	for {
+		s, err := r.Next()
+		if err != nil {
+			return sections, r, err
+		}
+		sections = append(sections, s)
+	}
+}
+
+func TestRoundTrip(t *testing.T) {
+	f := newFixture()
+	stream := f.bytes()
+	got, r, err := readAll(iotest.OneByteReader(bytes.NewReader(stream)), f.req)
+	if err != io.EOF {
+		t.Fatal(err)
+	}
+	want := []any{
+		&bundle.Hello{Version: 1, Stream: "stream-1"}, f.images[0], f.images[1], f.plan,
+		&bundle.Frame{Index: 1, Data: f.frames[1]}, &bundle.Frame{Index: 0, Data: f.frames[0]},
+	}
+	if d := cmp.Diff(want, got); d != "" {
+		t.Error(d)
+	}
+	if r.Bytes() != int64(len(stream)) {
+		t.Errorf("read %d bytes of %d", r.Bytes(), len(stream))
+	}
+	if _, err := r.Next(); err != io.EOF {
+		t.Errorf("after the end: %v", err)
+	}
+	if err := f.plan.Check(f.tocs); err != nil {
+		t.Error(err)
+	}
+	if x, err := f.images[0].DecodeTOC(nil); err != nil || x.ChainID != f.images[0].ChainID {
+		t.Errorf("%v, %v", x, err)
+	}
+	if _, err := f.images[1].DecodeTOC(f.images[0].TOC); !errors.Is(err, bundle.ErrCorrupt) {
+		t.Errorf("another TOC: %v", err)
+	}
+}
+
+// A stream that is cut anywhere says so, and is never taken for a whole one.
+func TestCut(t *testing.T) {
+	f := newFixture()
+	b := f.bytes()
+	for n := range b {
+		if _, _, err := readAll(bytes.NewReader(b[:n]), f.req); !errors.Is(err, io.ErrUnexpectedEOF) {
+			t.Fatalf("cut after %d of %d bytes: %v", n, len(b), err)
+		}
+	}
+}
+
+// No changed byte may give other metadata: every byte of it hangs from a digest,
+// from a number that is checked, or from an error.
+func TestFlippedBytes(t *testing.T) {
+	f := newFixture()
+	b := f.bytes()
+	for n := range b {
+		c := bytes.Clone(b)
+		c[n] ^= 0x10
+		sections, _, err := readAll(bytes.NewReader(c), f.req)
+		if err == nil {
+			t.Fatalf("byte %d: no error at all", n)
+		}
+		for _, s := range sections {
+			m, ok := s.(*bundle.Image)
+			if !ok {
+				continue
+			}
+			if !bytes.Equal(m.Config.Bytes, f.images[m.Index].Config.Bytes) || m.ChainID != f.images[m.Index].ChainID || !bytes.Equal(m.TOC, f.images[m.Index].TOC) {
+				t.Fatalf("byte %d: another image %d was read", n, m.Index)
+			}
+		}
+	}
+}
+
+func TestRefused(t *testing.T) {
+	hello := func(w *bundle.Writer) { w.Hello(bundle.Hello{Version: 1, Stream: "s"}) }
+	for _, c := range []struct {
+		name  string
+		write func(w *bundle.Writer, f *fixture)
+		want  string
+	}{
+		{"no hello", func(w *bundle.Writer, f *fixture) { w.Plan(f.plan) }, "out of order"},
+		{"two hellos", func(w *bundle.Writer, f *fixture) { hello(w); hello(w) }, "out of order"},
+		{"newer version", func(w *bundle.Writer, f *fixture) { w.Hello(bundle.Hello{Version: 2}) }, "version 2"},
+		{"image twice", func(w *bundle.Writer, f *fixture) { hello(w); w.Image(f.images[0]); w.Image(f.images[0]) }, "image 0"},
+		{"image not asked for", func(w *bundle.Writer, f *fixture) { hello(w); f.images[0].Index = 2; w.Image(f.images[0]) }, "image 2 of 2"},
+		{"image after plan", func(w *bundle.Writer, f *fixture) {
+			hello(w)
+			w.Plan(&bundle.Plan{})
+			w.Image(f.images[0])
+		}, "out of order"},
+		{"two plans", func(w *bundle.Writer, f *fixture) { hello(w); w.Plan(&bundle.Plan{}); w.Plan(&bundle.Plan{}) }, "out of order"},
+		{"frame before plan", func(w *bundle.Writer, f *fixture) { hello(w); w.Frame(0, f.frames[0]) }, "before the plan"},
+		{"frame twice", func(w *bundle.Writer, f *fixture) {
+			f.images = f.images[:2]
+			hello(w)
+			w.Image(f.images[0])
+			w.Image(f.images[1])
+			w.Plan(f.plan)
+			w.Frame(0, f.frames[0])
+			w.Frame(0, f.frames[0])
+		}, "second time"},
+		{"frame not planned", func(w *bundle.Writer, f *fixture) { hello(w); w.Plan(&bundle.Plan{}); w.Frame(0, f.frames[0]) }, "frame 0 of 0"},
+		{"frame too long", func(w *bundle.Writer, f *fixture) {
+			hello(w)
+			w.Image(f.images[0])
+			w.Image(f.images[1])
+			w.Plan(f.plan)
+			w.Frame(1, make([]byte, 200))
+		}, "planned at most"},
+		{"end before frames", func(w *bundle.Writer, f *fixture) { f.frames = nil; f.write(w) }, "out of order"},
+		{"plan of other segments", func(w *bundle.Writer, f *fixture) { hello(w); w.Image(f.images[0]); w.Plan(f.plan) }, "segment 4 of 3"},
+		{"plan with wrong totals", func(w *bundle.Writer, f *fixture) { f.plan.ContentBytes++; f.write(w) }, "totals"},
+		{"manifest", func(w *bundle.Writer, f *fixture) { f.images[0].Manifest.Bytes[5]++; f.write(w) }, "has digest"},
+		{"manifest of another tag", func(w *bundle.Writer, f *fixture) {
+			f.req.Images[0].Reference = string(digest.FromString("x"))
+			f.write(w)
+		}, "asked for"},
+		{"manifest not in index", func(w *bundle.Writer, f *fixture) {
+			f.images[0].Chosen.Bytes = []byte("{}")
+			f.images[0].Chosen.Digest = digest.FromString("{}")
+			f.req.Images[0].Reference = "tag"
+			f.write(w)
+		}, "does not list"},
+		{"config of another image", func(w *bundle.Writer, f *fixture) { f.images[0].Config = f.images[1].Config; f.write(w) }, "the manifest says"},
+		{"chain ID of another image", func(w *bundle.Writer, f *fixture) { f.images[0].ChainID = f.images[1].ChainID; f.write(w) }, "chain ID"},
+		{"TOC of another digest", func(w *bundle.Writer, f *fixture) { f.images[0].TOC[20]++; f.write(w) }, "TOC has digest"},
+		{"TOC left out", func(w *bundle.Writer, f *fixture) { f.images[0].TOC = nil; f.write(w) }, "left out"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			f := newFixture()
+			var b bytes.Buffer
+			w := bundle.NewWriter(&b)
+			c.write(w, f)
+			if err := w.Flush(); err != nil {
+				t.Fatal(err)
+			}
+			_, _, err := readAll(&b, f.req)
+			if !errors.Is(err, bundle.ErrCorrupt) || !strings.Contains(err.Error(), c.want) {
+				t.Errorf("got %v, want %q", err, c.want)
+			}
+		})
+	}
+}
+
+func TestUnknownSections(t *testing.T) {
+	f := newFixture()
+	b := f.bytes()
+	const helloEnd = 8 + 6 + 1 + 1 + len("stream-1")
+	with := func(section ...byte) []byte {
+		return append(append(bytes.Clone(b[:helloEnd]), section...), b[helloEnd:]...)
+	}
+	if _, _, err := readAll(bytes.NewReader(with(99, 0, 3, 0, 0, 0, 'a', 'b', 'c')), f.req); err != io.EOF {
+		t.Errorf("an unknown section was not skipped: %v", err)
+	}
+	_, _, err := readAll(bytes.NewReader(with(99, 1, 3, 0, 0, 0, 'a', 'b', 'c')), f.req)
+	if !errors.Is(err, bundle.ErrCorrupt) || !strings.Contains(err.Error(), "update foil") {
+		t.Errorf("a section that must be understood: %v", err)
+	}
+	_, _, err = readAll(bytes.NewReader(with(99, 0, 0, 0, 0, 0xff)), f.req)
+	if !errors.Is(err, bundle.ErrCorrupt) {
+		t.Errorf("a huge section: %v", err)
+	}
+}
+
+func TestErrorSection(t *testing.T) {
+	var b bytes.Buffer
+	w := bundle.NewWriter(&b)
+	w.Hello(bundle.Hello{Version: 1})
+	want := &bundle.Error{Code: bundle.CodeCorrupt, Message: "pack is damaged", Ref: "r:tag"}
+	if err := w.Error(want); err != nil {
+		t.Fatal(err)
+	}
+	_, _, err := readAll(&b, nil)
+	var got *bundle.Error
+	if !errors.As(err, &got) || *got != *want {
+		t.Errorf("got %v", err)
+	}
+}
+
+func TestWriterKeepsError(t *testing.T) {
+	w := bundle.NewWriter(failing{})
+	w.Hello(bundle.Hello{})
+	if err := w.Flush(); !errors.Is(err, errFull) {
+		t.Errorf("flush: %v", err)
+	}
+	if err := w.End(); !errors.Is(err, errFull) {
+		t.Errorf("end: %v", err)
+	}
+}
+
+var errFull = errors.New("full")
+
+type failing struct{}
+
+func (failing) Write([]byte) (int, error) { return 0, errFull }
+
+func TestPlanCheck(t *testing.T) {
+	for _, c := range []struct {
+		name   string
+		damage func(f *fixture)
+	}{
+		{"out of range", func(f *fixture) { f.plan.Segments[0] = 5 }},
+		{"hole", func(f *fixture) { f.tocs[0].Segments[2].ID = segment.ID{} }},
+		{"twice", func(f *fixture) { f.plan.Segments[1] = 2 }},
+		{"not the lowest", func(f *fixture) { f.plan.Segments[3] = 3 }},
+		{"lengths", func(f *fixture) { f.plan.Frames[0].RawLength++ }},
+	} {
+		f := newFixture()
+		c.damage(f)
+		if err := f.plan.Check(f.tocs); !errors.Is(err, bundle.ErrCorrupt) {
+			t.Errorf("%s: %v", c.name, err)
+		}
+	}
+}
+
+func TestPlanProperty(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		want := &bundle.Plan{Frames: []bundle.PlanFrame{}, Segments: []uint32{}}
+		for range rapid.IntRange(0, 20).Draw(t, "frames") {
+			f := bundle.PlanFrame{
+				MaxLength: rapid.Uint32Range(2, segment.MaxFrameRaw+1).Draw(t, "max"),
+				RawLength: rapid.Uint32Range(1, segment.MaxFrameRaw).Draw(t, "raw"),
+				First:     uint32(len(want.Segments)),
+				Segments:  rapid.Uint32Range(1, 5).Draw(t, "segments"),
+			}
+			for range f.Segments {
+				want.Segments = append(want.Segments, rapid.Uint32().Draw(t, "number"))
+			}
+			want.Frames = append(want.Frames, f)
+			want.MaxBytes += bundle.SectionLength(int(f.MaxLength))
+			want.ContentBytes += int64(f.RawLength)
+		}
+		b := bundle.AppendPlan(nil, want)
+		got, err := bundle.DecodePlan(b)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if d := cmp.Diff(want, got); d != "" {
+			t.Fatal(d)
+		}
+	})
+}
+
+func TestDecodeRequest(t *testing.T) {
+	good := newFixture().req
+	got, err := bundle.DecodeRequest(mustJSON(good))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if d := cmp.Diff(good, got); d != "" {
+		t.Error(d)
+	}
+	for name, body := range map[string]string{
+		"empty":         ``,
+		"no images":     `{"versions":[1]}`,
+		"no version":    `{"images":[{"repository":"a","reference":"b"}]}`,
+		"newer version": `{"versions":[2],"images":[{"repository":"a","reference":"b"}]}`,
+		"unknown field": `{"versions":[1],"images":[{"repository":"a","reference":"b"}],"x":1}`,
+		"no repository": `{"versions":[1],"images":[{"reference":"b"}]}`,
+		"bad digest":    `{"versions":[1],"images":[{"repository":"a","reference":"b"}],"have":[{"chain_id":"x","toc":"y"}]}`,
+		"two":           `{"versions":[1],"images":[{"repository":"a","reference":"b"}]}{}`,
+	} {
+		if _, err := bundle.DecodeRequest([]byte(body)); err == nil {
+			t.Errorf("%s: accepted", name)
+		}
+	}
+}
+
+// TestGolden reads a stream as it was written when the format was fixed.
+func TestGolden(t *testing.T) {
+	f := newFixture()
+	name := filepath.Join("testdata", "two-images.bundle")
+	if *update {
+		if err := os.WriteFile(name, f.bytes(), 0o666); err != nil {
+			t.Fatal(err)
+		}
+	}
+	b, err := os.ReadFile(name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	got, _, err := readAll(bytes.NewReader(b), f.req)
+	if err != io.EOF {
+		t.Fatal(err)
+	}
+	want := []any{
+		&bundle.Hello{Version: 1, Stream: "stream-1"}, f.images[0], f.images[1], f.plan,
+		&bundle.Frame{Index: 1, Data: f.frames[1]}, &bundle.Frame{Index: 0, Data: f.frames[0]},
+	}
+	if d := cmp.Diff(want, got); d != "" {
+		t.Error(d)
+	}
+}
+
+func FuzzReader(f *testing.F) {
+	x := newFixture()
+	f.Add(x.bytes())
+	f.Fuzz(func(t *testing.T, b []byte) {
+		sections, r, err := readAll(bytes.NewReader(b), x.req)
+		if err == nil || r.Bytes() > int64(len(b)) {
+			t.Fatalf("%v, %d of %d bytes", err, r.Bytes(), len(b))
+		}
+		frames := map[uint32]bool{}
+		for _, s := range sections {
+			if f, ok := s.(*bundle.Frame); ok {
+				if frames[f.Index] {
+					t.Fatal("a frame twice")
+				}
+				frames[f.Index] = true
+			}
+		}
+	})
+}
+
+func FuzzDecodePlan(f *testing.F) {
+	f.Add(bundle.AppendPlan(nil, newFixture().plan))
+	f.Fuzz(func(t *testing.T, b []byte) {
+		p, err := bundle.DecodePlan(b)
+		if err != nil {
+			return
+		}
+		if again, err := bundle.DecodePlan(bundle.AppendPlan(nil, p)); err != nil || !cmp.Equal(p, again) {
+			t.Fatalf("%v after a round trip, %v", again, err)
+		}
+	})
+}
+
+func FuzzDecodeRequest(f *testing.F) {
+	f.Add(mustJSON(newFixture().req))
+	f.Fuzz(func(t *testing.T, b []byte) {
+		req, err := bundle.DecodeRequest(b)
+		if err == nil && (len(req.Images) == 0 || len(req.Images) > bundle.MaxImages) {
+			t.Fatal("limits are not kept")
+		}
+	})
+}
+
+// BenchmarkPlan codes and checks a plan of all segments of a large image.
+func BenchmarkPlan(b *testing.B) {
+	x := toctest.Synthetic(84_000, 1)
+	p := &bundle.Plan{}
+	seen := map[segment.ID]bool{}
+	for i, s := range x.Segments {
+		if s.ID.IsHole() || seen[s.ID] {
+			continue
+		}
+		seen[s.ID] = true
+		if n := len(p.Frames); n == 0 || p.Frames[n-1].RawLength+s.Length > segment.FrameTarget {
+			p.Frames = append(p.Frames, bundle.PlanFrame{First: uint32(len(p.Segments))})
+		}
+		f := &p.Frames[len(p.Frames)-1]
+		f.Segments++
+		f.RawLength += s.Length
+		f.MaxLength = f.RawLength/2 + 2
+		p.Segments = append(p.Segments, uint32(i))
+	}
+	for _, f := range p.Frames {
+		p.MaxBytes += bundle.SectionLength(int(f.MaxLength))
+		p.ContentBytes += int64(f.RawLength)
+	}
+	b.Run("append", func(b *testing.B) {
+		for b.Loop() {
+			b.ReportMetric(float64(len(bundle.AppendPlan(nil, p))), "bytes")
+		}
+	})
+	encoded := bundle.AppendPlan(nil, p)
+	b.Run("decode", func(b *testing.B) {
+		for b.Loop() {
+			if _, err := bundle.DecodePlan(encoded); err != nil {
+				b.Fatal(err)
+			}
+		}
+	})
+	b.Run("check", func(b *testing.B) {
+		for b.Loop() {
+			if err := p.Check([]*toc.TOC{x}); err != nil {
+				b.Fatal(err)
+			}
+		}
+	})
+}

@@ -1,0 +1,440 @@
+package bundle
+
+import (
+	"bufio"
+	"bytes"
+	"encoding/binary"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+
+	"github.com/opencontainers/go-digest"
+	"github.com/opencontainers/image-spec/identity"
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+
+	"hydrofoil.dev/foil/internal/format/columns"
+	"hydrofoil.dev/foil/internal/format/segment"
+	"hydrofoil.dev/foil/internal/format/toc"
+)
+
+// Reader reads a stream and verifies all of it that can be verified without
+// decoding TOCs and frames: see Image and Plan for what remains. It is not safe
+// for concurrent use.
+type Reader struct {
+	r     *bufio.Reader
+	o     ReaderOptions
+	bytes int64
+	err   error
+
+	hello  bool
+	images map[int]bool
+	total  uint64 // segments of the images so far
+	plan   *Plan
+	seen   []bool // frames
+	left   int    // frames
+}
+
+// ReaderOptions says how to read.
+type ReaderOptions struct {
+	// Request is what the stream answers.
+	Request *Request
+	// Buffer returns a buffer of n bytes for a frame (Frame.Data is it, or a
+	// part of it), so that the caller can reuse them. Nil allocates.
+	Buffer func(n int) []byte
+}
+
+// NewReader returns a Reader of the stream r.
+func NewReader(r io.Reader, o ReaderOptions) *Reader {
+	if o.Request == nil {
+		o.Request = &Request{}
+	}
+	if o.Buffer == nil {
+		o.Buffer = func(n int) []byte { return make([]byte, n) }
+	}
+	return &Reader{r: bufio.NewReaderSize(r, 256<<10), o: o, images: map[int]bool{}}
+}
+
+// Bytes returns how many bytes of the stream have been read.
+func (r *Reader) Bytes() int64 { return r.bytes }
+
+// Next returns the next section: *Hello, *Image, *Plan or *Frame. Unknown
+// sections are skipped.
+//
+// Errors: io.EOF after the End section; *Error for an Error section;
+// io.ErrUnexpectedEOF, wrapped, for a stream that was cut; ErrCorrupt, wrapped,
+// for one that breaks the rules or whose bytes are not those of their digests;
+// or the underlying reader's.
+func (r *Reader) Next() (any, error) {
+	for r.err == nil {
+		var s any
+		if s, r.err = r.next(); s != nil && r.err == nil {
+			return s, nil
+		}
+	}
+	return nil, r.err
+}
+
+func (r *Reader) next() (any, error) {
+	if r.bytes == 0 {
+		var m [len(magic)]byte
+		if err := r.full(m[:]); err != nil {
+			return nil, err
+		}
+		if string(m[:]) != magic {
+			return nil, fmt.Errorf("%w: it does not start like one", ErrCorrupt)
+		}
+	}
+	var head [headLength]byte
+	if err := r.full(head[:]); err != nil {
+		return nil, err
+	}
+	t, flags, length := Type(head[0]), head[1], binary.LittleEndian.Uint32(head[2:])
+	if t == TypeFrame {
+		return r.frame(int(length))
+	}
+	limit, known := limits[t]
+	if !known {
+		limit = MaxUnknown
+	}
+	if int64(length) > int64(limit) {
+		return nil, fmt.Errorf("%w: section %d of %d bytes, at most %d", ErrCorrupt, t, length, limit)
+	}
+	if !known {
+		if flags&flagMust != 0 {
+			return nil, fmt.Errorf("%w: section %d is needed and this program does not know it: update foil", ErrCorrupt, t)
+		}
+		n, err := r.r.Discard(int(length))
+		r.bytes += int64(n)
+		return nil, cut(err)
+	}
+	payload, err := r.payload(int64(length))
+	if err != nil {
+		return nil, err
+	}
+	s, err := r.section(t, payload)
+	if errors.Is(err, columns.ErrCorrupt) {
+		err = fmt.Errorf("%w: section %d: %w", ErrCorrupt, t, err)
+	}
+	return s, err
+}
+
+var limits = map[Type]int{
+	TypeHello: MaxHello, TypeImage: MaxImage, TypePlan: MaxPlan, TypeError: MaxError, TypeEnd: 0,
+}
+
+func (r *Reader) section(t Type, payload []byte) (any, error) {
+	switch {
+	case t == TypeError:
+		return nil, decodeError(payload)
+	case !r.hello && t != TypeHello, r.hello && t == TypeHello,
+		r.plan != nil && (t == TypeImage || t == TypePlan),
+		t == TypeEnd && (r.plan == nil || r.left > 0):
+		return nil, fmt.Errorf("%w: section %d out of order", ErrCorrupt, t)
+	case t == TypeHello:
+		r.hello = true
+		return r.decodeHello(payload)
+	case t == TypeImage:
+		return r.decodeImage(payload)
+	case t == TypePlan:
+		return r.decodePlan(payload)
+	}
+	return nil, io.EOF // TypeEnd
+}
+
+func cut(err error) error {
+	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
+		return fmt.Errorf("bundle was cut: %w", io.ErrUnexpectedEOF)
+	}
+	return err
+}
+
+func (r *Reader) full(b []byte) error {
+	n, err := io.ReadFull(r.r, b)
+	r.bytes += int64(n)
+	return cut(err)
+}
+
+// payload reads n bytes and allocates only for those that arrive.
+func (r *Reader) payload(n int64) ([]byte, error) {
+	const step = 1 << 20
+	b := make([]byte, min(n, step))
+	for at := 0; ; {
+		if err := r.full(b[at:]); err != nil {
+			return nil, err
+		}
+		at = len(b)
+		if int64(at) == n {
+			return b, nil
+		}
+		more := min(n-int64(at), int64(at))
+		b = append(b, make([]byte, more)...)
+	}
+}
+
+func decodeError(payload []byte) error {
+	c := columns.Reader{B: payload}
+	e := &Error{Code: string(c.Block(MaxError)), Message: string(c.Block(MaxError)), Ref: string(c.Block(MaxError))}
+	if err := c.End(); err != nil {
+		return err
+	}
+	return e
+}
+
+func (r *Reader) decodeHello(payload []byte) (*Hello, error) {
+	c := columns.Reader{B: payload}
+	h := &Hello{Version: int(c.Uint(1 << 20)), Stream: string(c.Block(MaxHello))}
+	if err := c.End(); err != nil {
+		return nil, err
+	}
+	if h.Version < 1 || h.Version > Version {
+		return nil, fmt.Errorf("%w: version %d, this program reads up to %d", ErrCorrupt, h.Version, Version)
+	}
+	return h, nil
+}
+
+func (r *Reader) decodeImage(payload []byte) (*Image, error) {
+	head, rest, err := columns.Next(payload, 3*MaxManifest+MaxHello)
+	if err != nil {
+		return nil, err
+	}
+	c := columns.Reader{B: head}
+	m := &Image{Index: int(c.Uint(1 << 20))}
+	have := c.Uint(1)
+	m.Segments = uint32(c.Uint(toc.MaxSegments))
+	blob := func() Blob {
+		return Blob{digest.Digest(c.Block(256)), string(c.Block(256)), c.Block(MaxManifest)}
+	}
+	m.Manifest = blob()
+	if chosen := blob(); chosen.Digest != "" {
+		m.Chosen = &chosen
+	}
+	m.Config = blob()
+	m.ChainID, m.TOCDigest = digest.Digest(c.Block(256)), digest.Digest(c.Block(256))
+	if err := c.End(); err != nil {
+		return nil, err
+	}
+	if have == 0 {
+		m.TOC = rest
+	}
+	if r.images[m.Index] || m.Index >= len(r.o.Request.Images) || (have == 1) != (len(rest) == 0) {
+		return nil, fmt.Errorf("%w: image %d of %d, %d bytes of TOC", ErrCorrupt, m.Index, len(r.o.Request.Images), len(rest))
+	}
+	r.images[m.Index] = true
+	r.total += uint64(m.Segments)
+	if err := m.verify(r.o.Request); err != nil {
+		want := r.o.Request.Images[m.Index]
+		return nil, fmt.Errorf("%w: image %s:%s: %w", ErrCorrupt, want.Repository, want.Reference, err)
+	}
+	return m, nil
+}
+
+// verify checks every digest from the reference down to the chain ID, and the
+// TOC's.
+func (m *Image) verify(req *Request) error {
+	blobs := []*Blob{&m.Manifest, &m.Config}
+	named := m.Manifest.Digest // what the reference resolved to
+	if m.Chosen != nil {
+		blobs = append(blobs, m.Chosen)
+		named = m.Chosen.Digest
+	}
+	for _, b := range blobs {
+		if err := b.Digest.Validate(); err != nil {
+			return fmt.Errorf("digest %q: %w", b.Digest, err)
+		}
+		if got := b.Digest.Algorithm().FromBytes(b.Bytes); got != b.Digest {
+			return fmt.Errorf("%s has digest %s, want %s", b.MediaType, got, b.Digest)
+		}
+	}
+	want := req.Images[m.Index]
+	if d := digest.Digest(want.Reference); d.Validate() == nil && d != named {
+		return fmt.Errorf("got %s, asked for %s", named, d)
+	}
+	if m.Chosen != nil {
+		var index ocispec.Index
+		if err := json.Unmarshal(m.Chosen.Bytes, &index); err != nil {
+			return fmt.Errorf("index %s: %w", m.Chosen.Digest, err)
+		}
+		if !slices.ContainsFunc(index.Manifests, func(d ocispec.Descriptor) bool { return d.Digest == m.Manifest.Digest }) {
+			return fmt.Errorf("index %s does not list %s (for %s)", m.Chosen.Digest, m.Manifest.Digest, platformString(want.Platform))
+		}
+	}
+	var manifest ocispec.Manifest
+	if err := json.Unmarshal(m.Manifest.Bytes, &manifest); err != nil {
+		return fmt.Errorf("manifest %s: %w", m.Manifest.Digest, err)
+	}
+	if manifest.Config.Digest != m.Config.Digest {
+		return fmt.Errorf("config %s, the manifest says %s", m.Config.Digest, manifest.Config.Digest)
+	}
+	var config ocispec.Image
+	if err := json.Unmarshal(m.Config.Bytes, &config); err != nil {
+		return fmt.Errorf("config %s: %w", m.Config.Digest, err)
+	}
+	diffIDs := config.RootFS.DiffIDs
+	if len(diffIDs) == 0 || len(diffIDs) != len(manifest.Layers) {
+		return fmt.Errorf("config %s names %d layers, the manifest %d", m.Config.Digest, len(diffIDs), len(manifest.Layers))
+	}
+	if got := identity.ChainID(diffIDs); got != m.ChainID {
+		return fmt.Errorf("chain ID %s, the config says %s", m.ChainID, got)
+	}
+	if err := m.TOCDigest.Validate(); err != nil {
+		return fmt.Errorf("TOC digest %q: %w", m.TOCDigest, err)
+	}
+	if m.TOC == nil {
+		if !slices.ContainsFunc(req.Have, func(h Have) bool { return h.ChainID == m.ChainID && h.TOC == m.TOCDigest }) {
+			return fmt.Errorf("TOC %s was left out, and the worker does not have it", m.TOCDigest)
+		}
+		return nil
+	}
+	if got := toc.Digest(m.TOC); got != m.TOCDigest {
+		return fmt.Errorf("TOC has digest %s, want %s", got, m.TOCDigest)
+	}
+	return nil
+}
+
+func (r *Reader) decodePlan(payload []byte) (*Plan, error) {
+	p, err := DecodePlan(payload)
+	if err != nil {
+		return nil, err
+	}
+	for _, n := range p.Segments {
+		if uint64(n) >= r.total {
+			return nil, fmt.Errorf("%w: plan names segment %d of %d", ErrCorrupt, n, r.total)
+		}
+	}
+	r.plan, r.seen, r.left = p, make([]bool, len(p.Frames)), len(p.Frames)
+	return p, nil
+}
+
+// DecodePlan reads what AppendPlan wrote. Errors: ErrCorrupt, or that of
+// package columns.
+func DecodePlan(payload []byte) (*Plan, error) {
+	c := columns.Reader{B: payload}
+	frames, segments := c.Uint(toc.MaxSegments), c.Uint(toc.MaxSegments*8)
+	maxBytes, content := c.Uint(1<<62), c.Uint(1<<62)
+	if c.Err != nil {
+		return nil, c.Err
+	}
+	var col [4]columns.Reader
+	rest := c.B
+	for i := range col {
+		var err error
+		if col[i].B, rest, err = columns.Next(rest, MaxPlan*2); err != nil {
+			return nil, err
+		}
+	}
+	if len(rest) > 0 || columns.Numbers(col[0].B) != int(frames) || columns.Numbers(col[3].B) != int(segments) {
+		return nil, fmt.Errorf("%w: plan of %d frames and %d segments, columns of others", ErrCorrupt, frames, segments)
+	}
+	p := &Plan{
+		Frames: make([]PlanFrame, frames), Segments: make([]uint32, segments),
+		MaxBytes: int64(maxBytes), ContentBytes: int64(content),
+	}
+	first, raw, bytes := uint64(0), uint64(0), int64(0)
+	for i := range p.Frames {
+		f := PlanFrame{
+			MaxLength: uint32(col[0].Uint(segment.MaxFrameRaw + 1)),
+			RawLength: uint32(col[1].Uint(segment.MaxFrameRaw)),
+			First:     uint32(first),
+			Segments:  uint32(col[2].Uint(segments - first)),
+		}
+		if f.MaxLength < 2 || f.RawLength == 0 || f.Segments == 0 {
+			return nil, fmt.Errorf("%w: plan: frame %d: %+v", ErrCorrupt, i, f)
+		}
+		first += uint64(f.Segments)
+		raw += uint64(f.RawLength)
+		bytes += SectionLength(int(f.MaxLength))
+		p.Frames[i] = f
+	}
+	before := int64(-1)
+	for i := range p.Segments {
+		before += col[3].Int()
+		if before < 0 || before > 1<<32-1 {
+			return nil, fmt.Errorf("%w: plan: no segment has number %d", ErrCorrupt, before)
+		}
+		p.Segments[i] = uint32(before)
+	}
+	for i := range col {
+		if err := col[i].End(); err != nil {
+			return nil, err
+		}
+	}
+	if first != segments || raw != content || p.MaxBytes > bytes {
+		return nil, fmt.Errorf("%w: plan: the totals are wrong", ErrCorrupt)
+	}
+	return p, nil
+}
+
+func (r *Reader) frame(length int) (*Frame, error) {
+	if r.plan == nil {
+		return nil, fmt.Errorf("%w: a frame before the plan", ErrCorrupt)
+	}
+	if length > MaxFrame {
+		return nil, fmt.Errorf("%w: frame of %d bytes, at most %d", ErrCorrupt, length, MaxFrame)
+	}
+	head, err := r.r.Peek(min(length, binary.MaxVarintLen32))
+	if err != nil {
+		return nil, cut(err)
+	}
+	c := columns.Reader{B: head}
+	index := c.Uint(uint64(len(r.seen)))
+	n := len(head) - len(c.B)
+	if c.Err != nil || index == uint64(len(r.seen)) || r.seen[index] {
+		return nil, fmt.Errorf("%w: frame %d of %d, or a second time", ErrCorrupt, index, len(r.seen))
+	}
+	if length -= n; length > int(r.plan.Frames[index].MaxLength) || length < 1 {
+		return nil, fmt.Errorf("%w: frame %d has %d bytes, planned at most %d", ErrCorrupt, index, length, r.plan.Frames[index].MaxLength)
+	}
+	if _, err := r.r.Discard(n); err != nil {
+		return nil, err
+	}
+	r.bytes += int64(n)
+	f := &Frame{Index: uint32(index), Data: r.o.Buffer(length)[:length]}
+	if err := r.full(f.Data); err != nil {
+		return nil, err
+	}
+	r.seen[index] = true
+	r.left--
+	return f, nil
+}
+
+// DecodeRequest reads the JSON of a Request strictly and checks it as far as
+// that needs no catalog.
+func DecodeRequest(b []byte) (*Request, error) {
+	var req Request
+	d := json.NewDecoder(bytes.NewReader(b))
+	d.DisallowUnknownFields()
+	if err := d.Decode(&req); err != nil {
+		return nil, fmt.Errorf("bundle request: %w", err)
+	}
+	if d.More() {
+		return nil, errors.New("bundle request: something follows it")
+	}
+	if !slices.Contains(req.Versions, Version) {
+		return nil, fmt.Errorf("bundle request: versions %v, this server speaks %d", req.Versions, Version)
+	}
+	if n := len(req.Images); n == 0 || n > MaxImages {
+		return nil, fmt.Errorf("bundle request: %d images, want 1 to %d", n, MaxImages)
+	}
+	if n := len(req.Have); n > MaxHave {
+		return nil, fmt.Errorf("bundle request: %d rootfs are here, at most %d", n, MaxHave)
+	}
+	for _, m := range req.Images {
+		if m.Repository == "" || m.Reference == "" {
+			return nil, errors.New("bundle request: an image without repository or reference")
+		}
+	}
+	for _, h := range req.Have {
+		if h.ChainID.Validate() != nil || h.TOC.Validate() != nil {
+			return nil, fmt.Errorf("bundle request: rootfs %q with TOC %q: no digest", h.ChainID, h.TOC)
+		}
+	}
+	return &req, nil
+}
+
+// Limits of a Request.
+const (
+	MaxImages = 64
+	MaxHave   = 4096
+)
