@@ -1,0 +1,138 @@
+package registry
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/http"
+	"strings"
+	"syscall"
+
+	"hydrofoil.dev/foil/internal/server/catalog"
+)
+
+// kind is what went wrong with a request.
+type kind int
+
+const (
+	internal kind = iota
+	blobUnknown
+	uploadUnknown
+	uploadInvalid
+	chunkOutOfOrder
+	digestInvalid
+	sizeInvalid
+	rangeInvalid
+	manifestUnknown
+	manifestInvalid
+	manifestTooLarge
+	manifestRefUnknown
+	nameInvalid
+	nameUnknown
+	parameterInvalid
+	unsupported
+	notFound
+	noSpace
+)
+
+// wire is how each kind is told: the distribution-spec's code and the HTTP
+// status. Of the 4xx the specification lists every code that may be used, and
+// none for a bad query parameter or range.
+var wire = map[kind]struct {
+	code   string
+	status int
+}{
+	internal:           {"INTERNAL", http.StatusInternalServerError},
+	blobUnknown:        {"BLOB_UNKNOWN", http.StatusNotFound},
+	uploadUnknown:      {"BLOB_UPLOAD_UNKNOWN", http.StatusNotFound},
+	uploadInvalid:      {"BLOB_UPLOAD_INVALID", http.StatusBadRequest},
+	chunkOutOfOrder:    {"BLOB_UPLOAD_INVALID", http.StatusRequestedRangeNotSatisfiable},
+	digestInvalid:      {"DIGEST_INVALID", http.StatusBadRequest},
+	sizeInvalid:        {"SIZE_INVALID", http.StatusBadRequest},
+	rangeInvalid:       {"SIZE_INVALID", http.StatusRequestedRangeNotSatisfiable},
+	manifestUnknown:    {"MANIFEST_UNKNOWN", http.StatusNotFound},
+	manifestInvalid:    {"MANIFEST_INVALID", http.StatusBadRequest},
+	manifestTooLarge:   {"MANIFEST_INVALID", http.StatusRequestEntityTooLarge},
+	manifestRefUnknown: {"MANIFEST_BLOB_UNKNOWN", http.StatusNotFound},
+	nameInvalid:        {"NAME_INVALID", http.StatusBadRequest},
+	nameUnknown:        {"NAME_UNKNOWN", http.StatusNotFound},
+	parameterInvalid:   {"UNSUPPORTED", http.StatusBadRequest},
+	unsupported:        {"UNSUPPORTED", http.StatusMethodNotAllowed},
+	notFound:           {"UNSUPPORTED", http.StatusNotFound},
+	noSpace:            {"INSUFFICIENT_STORAGE", http.StatusInsufficientStorage},
+}
+
+// requestError is an error that the client is told, word for word.
+type requestError struct {
+	kind    kind
+	message string
+}
+
+func (e *requestError) Error() string { return e.message }
+
+func errorf(k kind, format string, args ...any) error {
+	return &requestError{k, fmt.Sprintf(format, args...)}
+}
+
+// orUnknown turns catalog.ErrNotFound into an error of the kind that fits.
+func orUnknown(err error, k kind, format string, args ...any) error {
+	if errors.Is(err, catalog.ErrNotFound) {
+		return errorf(k, format, args...)
+	}
+	return err
+}
+
+func isNoSpace(err error) bool {
+	return errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT)
+}
+
+// classify decides what a client is told of any error.
+func classify(err error) *requestError {
+	var e *requestError
+	switch {
+	case errors.As(err, &e):
+		return e
+	case isNoSpace(err):
+		return &requestError{noSpace, "the registry's disk is full; nothing was stored: free space on the server, then push again"}
+	}
+	return &requestError{internal, "the registry failed; its log says why"}
+}
+
+// apiError is one error in the specification's JSON.
+type apiError struct {
+	Code    string `json:"code"`
+	Message string `json:"message"`
+}
+
+func (r *Registry) writeError(w http.ResponseWriter, req *http.Request, err error) {
+	e := classify(err)
+	known := wire[e.kind]
+	if known.status >= 500 {
+		if errors.Is(err, context.Canceled) && req.Context().Err() != nil {
+			return // the client went away: there is nobody to tell, and nothing wrong here
+		}
+		r.log.Error("request failed", "method", req.Method, "path", req.URL.Path, "error", err)
+	}
+	body := struct {
+		Errors []apiError `json:"errors"`
+	}{[]apiError{{known.code, e.message}}}
+	if err := writeJSON(w, known.status, "application/json", body); err != nil {
+		r.log.Error("answer not written", "method", req.Method, "path", req.URL.Path, "error", err)
+	}
+}
+
+func writeJSON(w http.ResponseWriter, status int, mediaType string, body any) error {
+	var b strings.Builder
+	enc := json.NewEncoder(&b)
+	enc.SetEscapeHTML(false)
+	if err := enc.Encode(body); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", mediaType)
+	w.Header().Set("Content-Length", fmt.Sprint(b.Len()))
+	w.WriteHeader(status)
+	// A client that is gone learns nothing, which is no failure of ours.
+	_, _ = w.Write([]byte(b.String()))
+	return nil
+}

@@ -1,0 +1,128 @@
+package registry
+
+import (
+	"net/http"
+	"net/url"
+	"strconv"
+
+	"github.com/opencontainers/image-spec/specs-go"
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+)
+
+// page answers a list request: names is asked for at most limit of them after
+// last. It returns them and sets the Link header when there are more.
+func (r *Registry) page(w http.ResponseWriter, req *http.Request,
+	names func(last string, limit int) ([]string, error)) ([]string, error) {
+	q := req.URL.Query()
+	n := r.opts.MaxPage
+	if s := q.Get("n"); s != "" {
+		asked, err := strconv.Atoi(s)
+		if err != nil || asked < 0 {
+			return nil, errorf(parameterInvalid, "n=%s: want how many names to list, 0 or more", s)
+		}
+		n = min(n, asked)
+	}
+	list, err := names(q.Get("last"), n+1) // one more: to see that there is more
+	if err != nil {
+		return nil, err
+	}
+	if len(list) > n {
+		list = list[:n]
+		if n > 0 {
+			next := url.Values{"n": {strconv.Itoa(n)}, "last": {list[n-1]}}
+			setNext(w, req, next)
+		}
+	}
+	if list == nil {
+		list = []string{} // [] in JSON, not null
+	}
+	return list, nil
+}
+
+func setNext(w http.ResponseWriter, req *http.Request, query url.Values) {
+	w.Header().Set("Link", "<"+req.URL.Path+"?"+query.Encode()+`>; rel="next"`)
+}
+
+func (r *Registry) listTags(w http.ResponseWriter, req *http.Request, name, _ string) error {
+	tags, err := r.page(w, req, func(last string, limit int) ([]string, error) {
+		return r.opts.Catalog.Tags(req.Context(), name, last, limit)
+	})
+	if err != nil {
+		return orUnknown(err, nameUnknown, "there is no repository %s", name)
+	}
+	return writeJSON(w, http.StatusOK, "application/json", struct {
+		Name string   `json:"name"`
+		Tags []string `json:"tags"`
+	}{name, tags})
+}
+
+// listRepositories is no part of the distribution-spec, but of the API that it
+// was made from.
+func (r *Registry) listRepositories(w http.ResponseWriter, req *http.Request, _, _ string) error {
+	names, err := r.page(w, req, func(last string, limit int) ([]string, error) {
+		return r.opts.Catalog.ListRepositories(req.Context(), last, limit)
+	})
+	if err != nil {
+		return err
+	}
+	return writeJSON(w, http.StatusOK, "application/json", struct {
+		Repositories []string `json:"repositories"`
+	}{names})
+}
+
+// listReferrers answers with an index of the manifests whose subject is arg.
+func (r *Registry) listReferrers(w http.ResponseWriter, req *http.Request, name, arg string) error {
+	d, err := parseDigest(arg)
+	if err != nil {
+		return err
+	}
+	q := req.URL.Query()
+	artifactType := q.Get("artifactType")
+	manifests, err := r.opts.Catalog.Referrers(req.Context(), name, d, artifactType)
+	if err != nil {
+		return err
+	}
+	// The last parameter is ours: the digest that the page before ended with.
+	// If that one has been deleted meanwhile the list starts over.
+	if last := q.Get("last"); last != "" {
+		for i, m := range manifests {
+			if m.Digest.String() == last {
+				manifests = manifests[i+1:]
+				break
+			}
+		}
+	}
+	index := ocispec.Index{
+		Versioned: specs.Versioned{SchemaVersion: 2},
+		MediaType: ocispec.MediaTypeImageIndex,
+		Manifests: []ocispec.Descriptor{},
+	}
+	// An index is a manifest and keeps to the limit of one, about: annotations
+	// are the part of a descriptor that can be large.
+	size := int64(0)
+	for i, m := range manifests {
+		size += 512
+		for k, v := range m.Annotations {
+			size += int64(len(k) + len(v) + 8)
+		}
+		if i > 0 && (size > r.opts.MaxManifest || i == r.opts.MaxPage) {
+			next := url.Values{"last": {manifests[i-1].Digest.String()}}
+			if artifactType != "" {
+				next.Set("artifactType", artifactType)
+			}
+			setNext(w, req, next)
+			break
+		}
+		index.Manifests = append(index.Manifests, ocispec.Descriptor{
+			MediaType:    m.MediaType,
+			ArtifactType: m.ArtifactType,
+			Digest:       m.Digest,
+			Size:         int64(len(m.Bytes)),
+			Annotations:  m.Annotations,
+		})
+	}
+	if artifactType != "" {
+		w.Header().Set("Oci-Filters-Applied", "artifactType")
+	}
+	return writeJSON(w, http.StatusOK, ocispec.MediaTypeImageIndex, index)
+}

@@ -1,0 +1,156 @@
+package registry
+
+import (
+	"encoding/json"
+	"mime"
+	"strings"
+
+	"github.com/opencontainers/go-digest"
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+
+	"hydrofoil.dev/foil/internal/server/catalog"
+)
+
+// Media types whose form is known. Manifests of other types are stored as they
+// are; what they refer to is checked as far as they use the OCI fields.
+const (
+	dockerManifest = "application/vnd.docker.distribution.manifest.v2+json"
+	dockerList     = "application/vnd.docker.distribution.manifest.list.v2+json"
+)
+
+// manifestFields are the fields of images, indexes and artifacts that refer to
+// something.
+type manifestFields struct {
+	MediaType    string               `json:"mediaType"`
+	ArtifactType string               `json:"artifactType"`
+	Config       *ocispec.Descriptor  `json:"config"`
+	Layers       []ocispec.Descriptor `json:"layers"`
+	Manifests    []ocispec.Descriptor `json:"manifests"`
+	Blobs        []ocispec.Descriptor `json:"blobs"`
+	Subject      *ocispec.Descriptor  `json:"subject"`
+	Annotations  map[string]string    `json:"annotations"`
+}
+
+// references is what a manifest needs to have in its repository.
+type references struct {
+	blobs []digest.Digest
+	// any may be manifests or blobs: indexes refer to manifests, but build
+	// caches use them for layers.
+	any []digest.Digest
+}
+
+// parseManifest reads a manifest with the Content-Type it was pushed with, and
+// returns what to record, without digest and time.
+func parseManifest(b []byte, contentType string) (catalog.Manifest, references, error) {
+	fail := func(format string, args ...any) (catalog.Manifest, references, error) {
+		return catalog.Manifest{}, references{}, errorf(manifestInvalid, format, args...)
+	}
+	m := catalog.Manifest{Bytes: b}
+	if contentType != "" {
+		mediaType, _, err := mime.ParseMediaType(contentType)
+		if err != nil {
+			return fail("Content-Type %q: %v", contentType, err)
+		}
+		m.MediaType = mediaType
+	}
+	var f manifestFields
+	err := json.Unmarshal(b, &f)
+	known := isImage(m.MediaType) || isIndex(m.MediaType)
+	if err != nil {
+		if known || m.MediaType == "" {
+			return fail("the manifest is not the JSON it should be: %v", err)
+		}
+		return m, references{}, nil // another format: nothing to check
+	}
+	switch {
+	case m.MediaType == "":
+		m.MediaType = f.MediaType
+	case f.MediaType != "" && f.MediaType != m.MediaType:
+		return fail("the manifest calls itself %s and was pushed as %s: use one of them for both", f.MediaType, m.MediaType)
+	}
+	if m.MediaType == "" {
+		return fail("the manifest has no media type: push it with a Content-Type")
+	}
+
+	var refs references
+	// A manifest that is an image to one client and an index to another one
+	// would be two things with one digest.
+	switch {
+	case isImage(m.MediaType):
+		if len(f.Manifests) > 0 {
+			return fail("an image manifest has no list of manifests")
+		}
+		if f.Config == nil {
+			return fail("an image manifest wants a config")
+		}
+	case isIndex(m.MediaType):
+		if len(f.Layers) > 0 || f.Config != nil {
+			return fail("an index has no config and no layers")
+		}
+	}
+	check := func(what string, d ocispec.Descriptor, to *[]digest.Digest) error {
+		if _, err := parseDigest(d.Digest.String()); err != nil {
+			return errorf(manifestInvalid, "%s: %v", what, err)
+		}
+		if d.Size < 0 {
+			return errorf(manifestInvalid, "%s %s has the size %d", what, d.Digest, d.Size)
+		}
+		if to != nil && !elsewhere(d) {
+			*to = append(*to, d.Digest)
+		}
+		return nil
+	}
+	type part struct {
+		what string
+		of   []ocispec.Descriptor
+		to   *[]digest.Digest
+	}
+	parts := []part{
+		{"layer", f.Layers, &refs.blobs},
+		{"blob", f.Blobs, &refs.blobs},
+		{"manifest", f.Manifests, &refs.any},
+	}
+	if f.Config != nil {
+		parts = append(parts, part{"config", []ocispec.Descriptor{*f.Config}, &refs.blobs})
+	}
+	if f.Subject != nil {
+		// The subject may come later, or never.
+		parts = append(parts, part{"subject", []ocispec.Descriptor{*f.Subject}, nil})
+	}
+	for _, p := range parts {
+		for _, d := range p.of {
+			if err := check(p.what, d, p.to); err != nil {
+				if known {
+					return catalog.Manifest{}, references{}, err
+				}
+				// Its fields mean something else.
+				return m, references{}, nil
+			}
+		}
+	}
+	m.Annotations = f.Annotations
+	m.ArtifactType = f.ArtifactType
+	if m.ArtifactType == "" && f.Config != nil && !isIndex(m.MediaType) {
+		m.ArtifactType = f.Config.MediaType
+	}
+	if f.Subject != nil {
+		m.Subject = f.Subject.Digest
+	}
+	return m, refs, nil
+}
+
+func isImage(mediaType string) bool {
+	return mediaType == ocispec.MediaTypeImageManifest || mediaType == dockerManifest
+}
+
+func isIndex(mediaType string) bool {
+	return mediaType == ocispec.MediaTypeImageIndex || mediaType == dockerList
+}
+
+// elsewhere reports whether a descriptor is of something that clients fetch
+// from where it says, not from a registry.
+func elsewhere(d ocispec.Descriptor) bool {
+	return len(d.URLs) > 0 ||
+		strings.HasPrefix(d.MediaType, "application/vnd.oci.image.layer.nondistributable.") ||
+		strings.HasPrefix(d.MediaType, "application/vnd.docker.image.rootfs.foreign.")
+}

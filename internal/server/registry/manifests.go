@@ -1,0 +1,156 @@
+package registry
+
+import (
+	"context"
+	"errors"
+	"io"
+	"net/http"
+	"strconv"
+	"time"
+
+	"github.com/opencontainers/go-digest"
+
+	"hydrofoil.dev/foil/internal/server/catalog"
+)
+
+// getManifest answers GET and HEAD. There is no negotiation: a manifest is
+// what was pushed, and the client says with Accept what it would have liked.
+func (r *Registry) getManifest(w http.ResponseWriter, req *http.Request, name, arg string) error {
+	tag, d, err := parseReference(arg)
+	if err != nil {
+		return err
+	}
+	ctx := req.Context()
+	unknown := func(err error) error {
+		return orUnknown(err, manifestUnknown, "repository %s has no manifest %s", name, arg)
+	}
+	if tag != "" {
+		if d, err = r.opts.Catalog.Tag(ctx, name, tag); err != nil {
+			return unknown(err)
+		}
+	}
+	m, err := r.opts.Catalog.Manifest(ctx, name, d)
+	if err != nil {
+		return unknown(err)
+	}
+	h := w.Header()
+	h.Set("Docker-Content-Digest", d.String())
+	h.Set("Etag", etag(d))
+	if matches(req.Header.Get("If-None-Match"), d) {
+		w.WriteHeader(http.StatusNotModified)
+		return nil
+	}
+	h.Set("Content-Type", m.MediaType)
+	h.Set("Content-Length", strconv.Itoa(len(m.Bytes)))
+	w.WriteHeader(http.StatusOK)
+	if req.Method != http.MethodHead {
+		_, _ = w.Write(m.Bytes) // a client that is gone is no failure of ours
+	}
+	return nil
+}
+
+func (r *Registry) putManifest(w http.ResponseWriter, req *http.Request, name, arg string) error {
+	tag, want, err := parseReference(arg)
+	if err != nil {
+		return err
+	}
+	var tags []string
+	if tag != "" {
+		tags = []string{tag}
+	} else {
+		for _, t := range req.URL.Query()["tag"] {
+			if !tagPattern.MatchString(t) {
+				return errorf(manifestInvalid, "%q is no tag: it wants at most 128 of a-z A-Z 0-9 . _ -", t)
+			}
+			tags = append(tags, t)
+		}
+	}
+	b, err := io.ReadAll(http.MaxBytesReader(w, req.Body, r.opts.MaxManifest))
+	if err != nil {
+		var tooLarge *http.MaxBytesError
+		if errors.As(err, &tooLarge) {
+			return errorf(manifestTooLarge, "the manifest is larger than the %d bytes that this registry takes", tooLarge.Limit)
+		}
+		return errorf(manifestInvalid, "the manifest did not arrive: %v", err)
+	}
+	m, refs, err := parseManifest(b, req.Header.Get("Content-Type"))
+	if err != nil {
+		return err
+	}
+	alg := digest.Canonical
+	if want != "" {
+		alg = want.Algorithm()
+	}
+	m.Digest = alg.FromBytes(b)
+	m.Pushed = time.Now()
+	if want != "" && m.Digest != want {
+		return errorf(digestInvalid, "the manifest's digest is %s, not %s", m.Digest, want)
+	}
+	if err := r.checkReferences(req.Context(), name, refs); err != nil {
+		return err
+	}
+	if err := r.opts.Catalog.PutManifest(context.WithoutCancel(req.Context()), name, m, tags...); err != nil {
+		return err
+	}
+	if r.opts.OnManifest != nil {
+		r.opts.OnManifest(name, m)
+	}
+	h := w.Header()
+	h.Set("Location", "/v2/"+name+"/manifests/"+m.Digest.String())
+	h.Set("Docker-Content-Digest", m.Digest.String())
+	if m.Subject != "" {
+		h.Set("Oci-Subject", m.Subject.String())
+	}
+	if want != "" {
+		for _, t := range tags {
+			h.Add("Oci-Tag", t)
+		}
+	}
+	w.WriteHeader(http.StatusCreated)
+	return nil
+}
+
+// checkReferences sees to it that the repository has everything that a
+// manifest refers to.
+func (r *Registry) checkReferences(ctx context.Context, name string, refs references) error {
+	missing := func(d digest.Digest, what string) error {
+		return errorf(manifestRefUnknown, "the manifest refers to %s, and repository %s has no such %s: push it first", d, name, what)
+	}
+	for _, d := range refs.blobs {
+		if _, err := r.opts.Catalog.Blob(ctx, name, d); errors.Is(err, catalog.ErrNotFound) {
+			return missing(d, "blob")
+		} else if err != nil {
+			return err
+		}
+	}
+	for _, d := range refs.any {
+		_, err := r.opts.Catalog.Manifest(ctx, name, d)
+		if errors.Is(err, catalog.ErrNotFound) {
+			_, err = r.opts.Catalog.Blob(ctx, name, d)
+		}
+		if errors.Is(err, catalog.ErrNotFound) {
+			return missing(d, "manifest")
+		} else if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (r *Registry) deleteManifest(w http.ResponseWriter, req *http.Request, name, arg string) error {
+	tag, d, err := parseReference(arg)
+	if err != nil {
+		return err
+	}
+	ctx := context.WithoutCancel(req.Context())
+	if tag != "" {
+		err = r.opts.Catalog.DeleteTag(ctx, name, tag)
+	} else {
+		err = r.opts.Catalog.DeleteManifest(ctx, name, d)
+	}
+	if err != nil {
+		return orUnknown(err, manifestUnknown, "repository %s has no manifest %s", name, arg)
+	}
+	w.WriteHeader(http.StatusAccepted)
+	return nil
+}

@@ -1,0 +1,195 @@
+// Package registry is the OCI distribution API (distribution-spec 1.1) over an
+// object store and a catalog: pull, push, content discovery, content
+// management.
+//
+// Bytes of blobs are objects (catalog.BlobKey); what a repository holds, tags
+// and the bytes of manifests are in the catalog. A push is acknowledged when
+// all of it is durable, in this order:
+//
+//	blob:      upload file synced, renamed into the object store, directories
+//	           synced; catalog row committed; 201
+//	manifest:  what it refers to is in the repository; catalog row and tags
+//	           committed in one transaction; 201
+//
+// A crash between the steps leaves, at worst, an object that no repository
+// holds, which the next start removes.
+//
+// Uploads under way are files in a directory of their own. They survive a
+// restart, and are dropped when nothing was added for a week.
+package registry
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"strings"
+	"sync"
+	"time"
+
+	"hydrofoil.dev/foil/internal/server/catalog"
+	"hydrofoil.dev/foil/internal/server/objects"
+)
+
+// Options configure a Registry.
+type Options struct {
+	Store   objects.Store        // required
+	Catalog catalog.Repositories // required
+	// Uploads is the directory of uploads under way, made when missing. On the
+	// file system of the store a finished upload is renamed, not copied.
+	// Required.
+	Uploads string
+
+	// OnManifest is called after a manifest was pushed and acknowledged, before
+	// the handler returns: it must not block.
+	OnManifest func(repo string, m catalog.Manifest)
+	// MaxManifest is the limit of a manifest's size in bytes; 0 means 4 MiB,
+	// the least that clients may count on.
+	MaxManifest int64
+	// UploadExpiry is when an upload that nobody continues is dropped; 0 means
+	// a week.
+	UploadExpiry time.Duration
+	// MaxPage is the limit of the names in one answer to a list request,
+	// whatever n the client asks for; 0 means 10,000.
+	MaxPage int
+	// Log takes what clients are not told; nil means slog.Default.
+	Log *slog.Logger
+}
+
+// Registry answers requests below /v2/.
+type Registry struct {
+	opts    Options
+	log     *slog.Logger
+	uploads *uploads
+	// blobs serialises, for each digest, making the object and recording it
+	// against forgetting it and removing the object.
+	blobs keyLock
+
+	stop context.CancelFunc
+	wg   sync.WaitGroup // the cleaner
+}
+
+// New returns a registry and begins to remove, in the background, what earlier
+// crashes and forgotten uploads left behind. Close ends that.
+func New(opts Options) (*Registry, error) {
+	if opts.Store == nil || opts.Catalog == nil || opts.Uploads == "" {
+		return nil, errors.New("start registry: a store, a catalog and a directory of uploads are required")
+	}
+	if opts.MaxManifest == 0 {
+		opts.MaxManifest = 4 << 20
+	}
+	if opts.UploadExpiry == 0 {
+		opts.UploadExpiry = 7 * 24 * time.Hour
+	}
+	if opts.MaxPage == 0 {
+		opts.MaxPage = 10_000
+	}
+	if opts.Log == nil {
+		opts.Log = slog.Default()
+	}
+	uploads, err := openUploads(opts.Uploads)
+	if err != nil {
+		return nil, fmt.Errorf("start registry: %w", err)
+	}
+	ctx, stop := context.WithCancel(context.Background())
+	r := &Registry{opts: opts, log: opts.Log, uploads: uploads, stop: stop}
+	r.wg.Go(func() { r.clean(ctx) })
+	return r, nil
+}
+
+// Close waits for the background work. Requests are the HTTP server's to end.
+func (r *Registry) Close() error {
+	r.stop()
+	r.wg.Wait()
+	return nil
+}
+
+// A handler answers one kind of request. name is the repository, arg what the
+// route's * stands for. An error is written as the answer.
+type handler func(r *Registry, w http.ResponseWriter, req *http.Request, name, arg string) error
+
+// routes are tried in order. A tail is what follows /v2/<name>/; names have
+// slashes in them, so a route is found from the end of the path.
+var routes = []struct {
+	tail    string
+	methods map[string]handler
+}{
+	{"blobs/uploads/", map[string]handler{"POST": (*Registry).postUpload}},
+	{"blobs/uploads", map[string]handler{"POST": (*Registry).postUpload}},
+	{"blobs/uploads/*", map[string]handler{
+		"GET": (*Registry).getUpload, "PATCH": (*Registry).patchUpload,
+		"PUT": (*Registry).putUpload, "DELETE": (*Registry).deleteUpload,
+	}},
+	{"blobs/*", map[string]handler{
+		"GET": (*Registry).getBlob, "HEAD": (*Registry).getBlob, "DELETE": (*Registry).deleteBlob,
+	}},
+	{"manifests/*", map[string]handler{
+		"GET": (*Registry).getManifest, "HEAD": (*Registry).getManifest,
+		"PUT": (*Registry).putManifest, "DELETE": (*Registry).deleteManifest,
+	}},
+	{"tags/list", map[string]handler{"GET": (*Registry).listTags}},
+	{"referrers/*", map[string]handler{"GET": (*Registry).listReferrers}},
+}
+
+// ServeHTTP implements http.Handler.
+func (r *Registry) ServeHTTP(w http.ResponseWriter, req *http.Request) {
+	// Clients of before the OCI tell a registry by this.
+	w.Header().Set("Docker-Distribution-Api-Version", "registry/2.0")
+	if err := r.serve(w, req); err != nil {
+		r.writeError(w, req, err)
+	}
+}
+
+func (r *Registry) serve(w http.ResponseWriter, req *http.Request) error {
+	switch req.URL.Path {
+	case "/v2", "/v2/":
+		return dispatch(r, w, req, "", "", map[string]handler{"GET": (*Registry).ping, "HEAD": (*Registry).ping})
+	case "/v2/_catalog":
+		return dispatch(r, w, req, "", "", map[string]handler{"GET": (*Registry).listRepositories})
+	}
+	path, ok := strings.CutPrefix(req.URL.Path, "/v2/")
+	if !ok {
+		return errorf(notFound, "there is nothing at %s", req.URL.Path)
+	}
+	for _, route := range routes {
+		name, arg, ok := match(path, route.tail)
+		if !ok {
+			continue
+		}
+		if err := checkName(name); err != nil {
+			return err
+		}
+		return dispatch(r, w, req, name, arg, route.methods)
+	}
+	return errorf(notFound, "there is nothing at %s", req.URL.Path)
+}
+
+func dispatch(r *Registry, w http.ResponseWriter, req *http.Request, name, arg string, methods map[string]handler) error {
+	h, ok := methods[req.Method]
+	if !ok {
+		for method := range methods {
+			w.Header().Add("Allow", method)
+		}
+		return errorf(unsupported, "%s is not a method of %s", req.Method, req.URL.Path)
+	}
+	return h(r, w, req, name, arg)
+}
+
+// match splits a path into the repository's name and, for a tail that ends in
+// *, its last element.
+func match(path, tail string) (name, arg string, ok bool) {
+	if prefix, wild := strings.CutSuffix(tail, "*"); wild {
+		i := strings.LastIndexByte(path, '/') + 1
+		path, arg, tail = path[:i], path[i:], prefix
+		if arg == "" {
+			return "", "", false
+		}
+	}
+	name, ok = strings.CutSuffix(path, "/"+tail)
+	return name, arg, ok
+}
+
+func (r *Registry) ping(w http.ResponseWriter, _ *http.Request, _, _ string) error {
+	return writeJSON(w, http.StatusOK, "application/json", struct{}{})
+}

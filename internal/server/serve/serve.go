@@ -1,0 +1,268 @@
+// Package serve assembles the server: stores, registry, ingest and the bundle
+// endpoint behind one port.
+//
+// What is below a server's root:
+//
+//	lock      held (flock) by the server that uses the root
+//	catalog/  the SQLite catalog
+//	objects/  blobs, packs and what ingest makes (package objects, Dir)
+//	uploads/  uploads under way (package registry)
+//
+// All of it has to be on one file system, so that a finished upload becomes an
+// object without a copy.
+package serve
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"hydrofoil.dev/foil/internal/server/catalog/sqlite"
+	"hydrofoil.dev/foil/internal/server/objects"
+	"hydrofoil.dev/foil/internal/server/registry"
+)
+
+// Options configure a Server.
+type Options struct {
+	// Root is the directory of everything the server keeps. Required.
+	Root string
+	// Listen is the TCP address, HOST:PORT; empty means :5000, and port 0 any
+	// free one.
+	Listen string
+	// TLSCert and TLSKey are files in PEM form. Without them the server speaks
+	// plain HTTP. They are read again for new connections when they change.
+	TLSCert, TLSKey string
+	// Grace is how long requests under way may go on after Close; 0 means 10 s.
+	// A pull that is cut off resumes elsewhere or later.
+	Grace time.Duration
+	// Log takes a line a request; nil means slog.Default.
+	Log *slog.Logger
+}
+
+// Server is a running server.
+type Server struct {
+	opts     Options
+	log      *slog.Logger
+	listener net.Listener
+	http     *http.Server
+	handler  http.Handler
+	closers  []func() error // what is open, in the order of opening
+
+	closeOnce sync.Once
+	closeErr  error
+	done      chan struct{} // closed when http.Serve has returned
+	serveErr  error         // of http.Serve; read after done
+}
+
+// Start opens the stores below opts.Root and begins to serve.
+func Start(ctx context.Context, opts Options) (_ *Server, err error) {
+	if opts.Root == "" {
+		return nil, errors.New("start server: no root directory is named")
+	}
+	if (opts.TLSCert == "") != (opts.TLSKey == "") {
+		return nil, errors.New("start server: TLS wants both a certificate and a key")
+	}
+	if opts.Listen == "" {
+		opts.Listen = ":5000"
+	}
+	if opts.Grace == 0 {
+		opts.Grace = 10 * time.Second
+	}
+	if opts.Log == nil {
+		opts.Log = slog.Default()
+	}
+	s := &Server{opts: opts, log: opts.Log, done: make(chan struct{})}
+	defer func() {
+		if err != nil {
+			err = errors.Join(fmt.Errorf("start server: %w", err), s.closeAll())
+		}
+	}()
+	if err := s.open(ctx); err != nil {
+		return nil, err
+	}
+	if err := s.listen(ctx); err != nil {
+		return nil, err
+	}
+	go func() {
+		defer close(s.done)
+		s.serveErr = s.http.Serve(s.listener)
+	}()
+	scheme := "http"
+	if opts.TLSCert != "" {
+		scheme = "https"
+	}
+	s.log.Info("serving", "address", s.Addr(), "scheme", scheme, "root", opts.Root)
+	return s, nil
+}
+
+// open makes the handler of all requests.
+func (s *Server) open(ctx context.Context) error {
+	root := s.opts.Root
+	if err := os.MkdirAll(filepath.Join(root, "catalog"), 0o700); err != nil {
+		return err
+	}
+	unlock, err := lock(filepath.Join(root, "lock"))
+	if err != nil {
+		return err
+	}
+	s.closers = append(s.closers, unlock)
+	store, err := objects.OpenDir(filepath.Join(root, "objects"))
+	if err != nil {
+		return err
+	}
+	cat, err := sqlite.Open(ctx, filepath.Join(root, "catalog", "catalog.db"))
+	if err != nil {
+		return err
+	}
+	s.closers = append(s.closers, cat.Close)
+	reg, err := registry.New(registry.Options{
+		Store:   store,
+		Catalog: cat,
+		Uploads: filepath.Join(root, "uploads"),
+		Log:     s.log,
+	})
+	if err != nil {
+		return err
+	}
+	s.closers = append(s.closers, reg.Close)
+	// The names of the directories made above.
+	if err := syncDirs(root, filepath.Dir(filepath.Clean(root))); err != nil {
+		return err
+	}
+
+	mux := http.NewServeMux()
+	mux.Handle("/v2", reg)
+	mux.Handle("/v2/", reg)
+	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, req *http.Request) {
+		if _, err := cat.ListRepositories(req.Context(), "", 0); err != nil {
+			s.log.Error("not healthy", "error", err)
+			http.Error(w, "the catalog cannot be read", http.StatusServiceUnavailable)
+			return
+		}
+		fmt.Fprintln(w, "ok")
+	})
+	s.handler = logRequests(s.log, mux)
+	return nil
+}
+
+func (s *Server) listen(ctx context.Context) error {
+	s.http = &http.Server{
+		Handler:  s.handler,
+		ErrorLog: slog.NewLogLogger(s.log.Handler(), slog.LevelDebug),
+		// A body may take as long as it takes, in either direction: there is no
+		// timeout for whole requests. Headers are short.
+		ReadHeaderTimeout: 30 * time.Second,
+		// Workers keep a warm connection; the price is one descriptor.
+		IdleTimeout: 15 * time.Minute,
+		Protocols:   new(http.Protocols),
+		HTTP2: &http.HTTP2Config{
+			// Pushes go at one window a round trip: the largest window there is.
+			MaxReceiveBufferPerConnection: 4<<20 - 1,
+			MaxReceiveBufferPerStream:     4<<20 - 1,
+			// Peers that vanished without a word.
+			SendPingTimeout:  30 * time.Second,
+			PingTimeout:      30 * time.Second,
+			WriteByteTimeout: 2 * time.Minute,
+		},
+	}
+	s.http.Protocols.SetHTTP1(true)
+	s.http.Protocols.SetHTTP2(true)
+	s.http.Protocols.SetUnencryptedHTTP2(true)
+
+	var config net.ListenConfig
+	l, err := config.Listen(ctx, "tcp", s.opts.Listen)
+	if err != nil {
+		return err
+	}
+	s.listener = &listener{l.(*net.TCPListener)}
+	if s.opts.TLSCert != "" {
+		pair := &keyPair{cert: s.opts.TLSCert, key: s.opts.TLSKey}
+		if _, err := pair.get(nil); err != nil {
+			return errors.Join(err, l.Close())
+		}
+		s.listener = tls.NewListener(s.listener, &tls.Config{
+			GetCertificate: pair.get,
+			NextProtos:     []string{"h2", "http/1.1"},
+			MinVersion:     tls.VersionTLS12,
+		})
+	}
+	return nil
+}
+
+// Addr is the address that the server listens on.
+func (s *Server) Addr() string { return s.listener.Addr().String() }
+
+// Wait blocks until the server has ended, by Close or by an error.
+func (s *Server) Wait() error {
+	<-s.done
+	if errors.Is(s.serveErr, http.ErrServerClosed) {
+		return nil
+	}
+	return fmt.Errorf("serve: %w", s.serveErr)
+}
+
+// Close stops listening, lets the requests under way go on for the grace
+// period, ends them, and closes the stores.
+func (s *Server) Close() error {
+	s.closeOnce.Do(func() {
+		ctx, cancel := context.WithTimeout(context.Background(), s.opts.Grace)
+		defer cancel()
+		err := s.http.Shutdown(ctx)
+		if errors.Is(err, context.DeadlineExceeded) {
+			s.log.Warn("requests cut off", "grace", s.opts.Grace)
+			err = s.http.Close()
+		}
+		<-s.done
+		s.closeErr = errors.Join(err, s.closeAll())
+	})
+	return s.closeErr
+}
+
+// closeAll closes what open opened, the last first.
+func (s *Server) closeAll() error {
+	var errs []error
+	for i := len(s.closers) - 1; i >= 0; i-- {
+		errs = append(errs, s.closers[i]())
+	}
+	s.closers = nil
+	return errors.Join(errs...)
+}
+
+// lock takes the root for this process, until the process ends or unlocks it.
+func lock(path string) (unlock func() error, err error) {
+	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o600)
+	if err != nil {
+		return nil, err
+	}
+	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		f.Close()
+		if errors.Is(err, unix.EWOULDBLOCK) {
+			return nil, fmt.Errorf("another server uses %s: stop it, or name another root", filepath.Dir(path))
+		}
+		return nil, fmt.Errorf("lock %s: %w", path, err)
+	}
+	return f.Close, nil
+}
+
+func syncDirs(dirs ...string) error {
+	for _, dir := range dirs {
+		f, err := os.Open(dir)
+		if err != nil {
+			return err
+		}
+		if err := errors.Join(f.Sync(), f.Close()); err != nil {
+			return err
+		}
+	}
+	return nil
+}
