@@ -184,3 +184,8 @@ func (c *Container) Close() error {
 	})
 	return c.closeErr
 }
+
+// Exec runs a command in the container, without streams; see Runner.Exec.
+func (c *Container) Exec(ctx context.Context, args []string) (int, error) {
+	return c.runner.Exec(ctx, c.ID, args, IO{})
+}

@@ -11,6 +11,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -20,6 +21,9 @@ import (
 
 // timeout is far beyond what anything here takes.
 const timeout = 60 * time.Second
+
+// beds counts them: IDs, which are names of cgroups as well, must differ.
+var beds atomic.Int64
 
 // bed is a runner with one bundle directory, whose rootfs holds busybox.
 type bed struct {
@@ -44,7 +48,7 @@ func newBed(tb testing.TB) *bed {
 	b := &bed{
 		Runner: &Runner{StateRoot: filepath.Join(dir, "state")},
 		dir:    filepath.Join(dir, "bundle"), rootfs: filepath.Join(dir, "bundle", "rootfs"),
-		id: "test-" + filepath.Base(filepath.Dir(dir)) + filepath.Base(dir),
+		id: fmt.Sprintf("test-%d-%d", os.Getpid(), beds.Add(1)),
 	}
 	for _, d := range []string{"bin", "etc", "tmp"} {
 		if err := os.MkdirAll(filepath.Join(b.rootfs, d), 0o755); err != nil {
@@ -57,9 +61,7 @@ func newBed(tb testing.TB) *bed {
 	}
 	b.write(tb, "bin/busybox", string(program), 0o755)
 	for _, name := range []string{"sh", "id", "env", "cat", "sleep", "kill", "stty", "ls"} {
-		if err := os.Symlink("busybox", filepath.Join(b.rootfs, "bin", name)); err != nil {
-			tb.Fatal(err)
-		}
+		b.link(tb, name)
 	}
 	tb.Cleanup(func() {
 		list, err := b.List(context.Background())
@@ -79,6 +81,14 @@ func newBed(tb testing.TB) *bed {
 func (b *bed) write(tb testing.TB, name, text string, mode os.FileMode) {
 	tb.Helper()
 	if err := os.WriteFile(filepath.Join(b.rootfs, name), []byte(text), mode); err != nil {
+		tb.Fatal(err)
+	}
+}
+
+// link makes name a command of busybox.
+func (b *bed) link(tb testing.TB, name string) {
+	tb.Helper()
+	if err := os.Symlink("busybox", filepath.Join(b.rootfs, "bin", name)); err != nil {
 		tb.Fatal(err)
 	}
 }
