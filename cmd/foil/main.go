@@ -20,6 +20,8 @@ import (
 
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	// The first signal asks the command to end; the second one ends it.
+	context.AfterFunc(ctx, stop)
 	code := run(ctx, os.Args[1:], os.Stdin, os.Stdout, os.Stderr)
 	stop()
 	os.Exit(code)
@@ -49,9 +51,14 @@ It is one program with three faces:
 	}
 	root.CompletionOptions.HiddenDefaultCmd = true
 	root.AddCommand(
+		newConfigCommand(),
 		newImagesCommand(),
 		newKeeperCommand(),
+		newPsCommand(),
 		newPullCommand(),
+		newRmCommand(),
+		newRunCommand(),
+		newServeCommand(),
 		newStatusCommand(),
 		newVerifyCommand(),
 		newVersionCommand(),
