@@ -1,0 +1,120 @@
+package launch
+
+import (
+	"context"
+	"fmt"
+	"sync"
+	"time"
+
+	"hydrofoil.dev/foil/internal/worker/api"
+)
+
+// pull pulls the image, or finds it here, and emits the events of that. It
+// closes r.mounted and r.pulled, and ends with ctx (the daemon's pull does not).
+func (r *run) pull(ctx context.Context) {
+	defer close(r.pulled)
+	here, err := r.here(ctx)
+	if here || err != nil {
+		r.pullErr = err
+		return
+	}
+	r.mu.Lock()
+	r.pulling = true
+	r.mu.Unlock()
+	req := r.o.Pull
+	req.Until = api.Complete
+	mounted := sync.OnceFunc(func() { close(r.mounted) })
+	for ev, err := range r.Client.Pull(ctx, req) {
+		if ctx.Err() != nil {
+			return
+		}
+		if ev.Event != "" {
+			r.emit(ev)
+		}
+		if err != nil {
+			r.pullErr = err
+			return
+		}
+		if ev.Event == api.Mounted {
+			mounted()
+		}
+	}
+}
+
+// here reports whether the run needs no pull, and tells the story of a pull that
+// had nothing to do.
+func (r *run) here(ctx context.Context) (bool, error) {
+	if r.o.Policy == PullAlways {
+		return false, nil
+	}
+	images, err := r.Client.Images(ctx)
+	if err != nil {
+		return false, err
+	}
+	for _, img := range images {
+		if img.Ref != r.o.Pull.Ref {
+			continue
+		}
+		complete := img.State == "complete"
+		if !complete && r.o.Policy != PullNever {
+			return false, nil
+		}
+		ev := api.Event{Digest: img.Digest, ContentHere: img.ContentHere, ContentTotal: img.ContentTotal}
+		for _, ev.Event = range []api.EventKind{api.Resolved, api.Mounted, api.Complete} {
+			if ev.Event == api.Complete && !complete {
+				break
+			}
+			r.emit(ev)
+		}
+		return true, nil
+	}
+	if r.o.Policy == PullNever {
+		return false, &api.Error{Code: api.CodeNotFound, Message: fmt.Sprintf(
+			"no image %s here, and --pull never forbids to fetch it: pull it with \"foil pull %s\"", r.o.Pull.Ref, r.o.Pull.Ref)}
+	}
+	return false, nil
+}
+
+// refresh asks the daemon for the latest counts of the pull. That it does not
+// answer is no reason to disturb a running container: the counts stay.
+func (r *run) refresh(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(ctx, time.Second)
+	defer cancel()
+	st, err := r.Client.Status(ctx)
+	if err != nil {
+		return
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, p := range st.Pulls {
+		// Without a pull of its own the run moves nothing, whatever an earlier
+		// pull of the image did.
+		if r.pulling && p.Ref == r.o.Pull.Ref {
+			r.counts = p.Event
+		}
+	}
+}
+
+// emit completes an event, with the latest counts if it has none of its own,
+// and hands it on.
+func (r *run) emit(ev api.Event) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	switch ev.Event {
+	case api.Started, api.Ready, api.Exited:
+		kind, code := ev.Event, ev.ExitCode
+		ev = r.counts
+		ev.Event, ev.ExitCode, ev.Err, ev.Code = kind, code, "", ""
+		ev.Time = time.Now()
+	default:
+		ev.Ref = r.o.Pull.Ref
+		if ev.Time.IsZero() {
+			ev.Time = time.Now()
+		}
+		r.counts = ev
+	}
+	ev.Elapsed = time.Since(r.o.Begun).Seconds()
+	if r.o.Emit != nil {
+		r.o.Emit(ev)
+	}
+}

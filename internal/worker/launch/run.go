@@ -1,0 +1,315 @@
+package launch
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"sync"
+	"syscall"
+	"time"
+
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+
+	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/probe"
+	"hydrofoil.dev/foil/internal/worker/runner"
+)
+
+// Policy says when Run asks the image's server.
+type Policy string
+
+const (
+	// PullMissing asks unless the image is here, complete. It is what the
+	// empty Policy means.
+	PullMissing Policy = "missing"
+	PullAlways  Policy = "always"
+	PullNever   Policy = "never"
+)
+
+// Options describe one run.
+type Options struct {
+	// Pull names the image. Its Until is ignored.
+	Pull   api.PullRequest
+	Policy Policy
+
+	// Spec is what the user asks for on top of the image's config. ID is the
+	// container's name; Dir and Rootfs are filled in.
+	Spec runner.SpecOptions
+	IO   runner.IO
+	// Remove removes the container after its end.
+	Remove bool
+
+	// Probe tells when the container is ready; nil: nothing does. A stdout
+	// probe sees the standard error too: many servers log there.
+	Probe *probe.Probe
+	// Until is Ready or Complete to stop the container at that event, and
+	// return 0; "" runs it to its end. Complete waits for Ready as well when
+	// there is a probe, and for the pull when the container has ended by itself.
+	Until api.EventKind
+	// Grace is how long a container that Until stops has between SIGTERM and
+	// SIGKILL. 0: 10 s.
+	Grace time.Duration
+
+	// Signals are passed on to the container once it runs; before that, the
+	// first one ends Run.
+	Signals <-chan os.Signal
+	// Emit is called for each event, one call at a time; nil: nobody listens.
+	Emit func(api.Event)
+	// Begun is when the command began; zero: when Run was called.
+	Begun time.Time
+}
+
+// ErrInterrupted is returned by Run, in a *NotStartedError, when a signal came
+// before the container was started.
+var ErrInterrupted = errors.New("interrupted before the container started; the daemon goes on with the pull, if one was running")
+
+// NotStartedError is an error that kept a container's process from running.
+type NotStartedError struct{ Err error }
+
+func (e *NotStartedError) Error() string { return e.Err.Error() }
+func (e *NotStartedError) Unwrap() error { return e.Err }
+
+// Run runs one container in the foreground and returns its exit code, or 128
+// plus the signal that ended it. An error is a *NotStartedError when the
+// container's process never ran. When ctx ends before the start, Run returns;
+// after it, the container is none the wiser: Signals are the way to end it.
+func (w *Worker) Run(ctx context.Context, o Options) (code int, err error) {
+	if o.Begun.IsZero() {
+		o.Begun = time.Now()
+	}
+	if o.Grace == 0 {
+		o.Grace = 10 * time.Second
+	}
+	if o.Pull.Ref, err = api.NormalRef(o.Pull.Ref); err != nil {
+		return 0, &NotStartedError{err}
+	}
+	if o.Probe != nil {
+		o.IO.Stdout = o.Probe.Writer(o.IO.Stdout)
+		if !o.IO.TTY {
+			o.IO.Stderr = o.Probe.Writer(o.IO.Stderr)
+		}
+	}
+	r := &run{Worker: w, o: o, mounted: make(chan struct{}), pulled: make(chan struct{})}
+	r.counts.Ref = o.Pull.Ref
+	return r.run(ctx)
+}
+
+// run is one call of Run.
+type run struct {
+	*Worker
+	o Options
+
+	mu      sync.Mutex // guards pulling and counts, and serializes Emit
+	pulling bool       // the run asked the daemon to pull
+	counts  api.Event  // the latest event or status of the pull
+
+	mounted chan struct{} // closed when containers can start
+	pulled  chan struct{} // closed when the pull has ended
+	pullErr error         // how; valid when pulled is closed
+
+	tellExit sync.Once
+}
+
+func (r *run) run(ctx context.Context) (code int, err error) {
+	// always lasts until Run returns, whatever happens to ctx.
+	always, end := context.WithCancel(context.WithoutCancel(ctx))
+	var helpers sync.WaitGroup
+	defer helpers.Wait()
+	defer end()
+
+	before, interrupt := context.WithCancelCause(ctx)
+	defer interrupt(nil)
+	started := make(chan *runner.Container, 1)
+	helpers.Go(func() { r.signals(always, started, interrupt) })
+	helpers.Go(func() { r.pull(always) })
+
+	proc, id, err := r.create(before)
+	if err != nil {
+		return 0, r.notStarted(before, err)
+	}
+	defer func() {
+		err = errors.Join(err, proc.Close())
+		// One that never ran is of no use to anybody.
+		if _, never := errors.AsType[*NotStartedError](err); r.o.Remove || never {
+			err = errors.Join(err, r.Client.RemoveContainer(always, id))
+		}
+	}()
+	if err := proc.Start(before); err != nil {
+		return 0, r.notStarted(before, err)
+	}
+	started <- proc
+	r.emit(api.Event{Event: api.Started})
+	return r.follow(always, before, proc)
+}
+
+// follow sees a started container to its end. before ends when a signal comes
+// after that.
+func (r *run) follow(ctx, before context.Context, proc *runner.Container) (int, error) {
+	goal := make(chan error, 1)
+	var probes sync.WaitGroup
+	defer probes.Wait()
+	probing, stopProbing := context.WithCancel(ctx)
+	defer stopProbing()
+	probes.Go(func() { goal <- r.reach(probing, before, proc) })
+
+	if r.o.Until == "" {
+		<-proc.Done()
+		<-goal // so that ready comes before exited, if it comes; a probe ends with its container
+		return r.exited(ctx, proc)
+	}
+	missed := <-goal
+	if missed == nil || !errors.Is(missed, probe.ErrExited) {
+		if err := r.stop(proc); err != nil {
+			return 0, err
+		}
+	}
+	code, err := r.exited(ctx, proc)
+	switch {
+	case err != nil:
+		return 0, err
+	case missed == nil:
+		return 0, nil
+	case errors.Is(missed, probe.ErrExited) && code != 0:
+		return code, nil
+	}
+	return 0, missed
+}
+
+// reach waits until the container is ready, and for what else Until asks.
+func (r *run) reach(ctx, before context.Context, proc *runner.Container) error {
+	if r.o.Probe != nil {
+		if err := r.o.Probe.Wait(ctx, probed{proc, r.Runner}); err != nil {
+			return err
+		}
+		r.refresh(ctx)
+		r.emit(api.Event{Event: api.Ready})
+	}
+	if r.o.Until != api.Complete {
+		return nil
+	}
+	select {
+	case <-r.pulled:
+	case <-proc.Done():
+		if _, err := r.exited(ctx, proc); err != nil {
+			return err
+		}
+		select {
+		case <-r.pulled:
+		case <-before.Done():
+			return context.Cause(before)
+		}
+	}
+	return r.pullErr
+}
+
+// stop ends the container.
+func (r *run) stop(proc *runner.Container) error {
+	if err := proc.Signal(syscall.SIGTERM); err != nil {
+		return err
+	}
+	grace := time.NewTimer(r.o.Grace)
+	defer grace.Stop()
+	select {
+	case <-proc.Done():
+		return nil
+	case <-grace.C:
+		return proc.Signal(syscall.SIGKILL)
+	}
+}
+
+// exited waits for the container's end and tells it, once.
+func (r *run) exited(ctx context.Context, proc *runner.Container) (int, error) {
+	code, err := proc.Wait(ctx)
+	if err != nil {
+		return 0, err
+	}
+	r.tellExit.Do(func() {
+		r.refresh(ctx)
+		r.emit(api.Event{Event: api.Exited, ExitCode: &code})
+	})
+	return code, nil
+}
+
+// probed is a container as probes see it.
+type probed struct {
+	*runner.Container
+	runner *runner.Runner
+}
+
+func (p probed) Exec(ctx context.Context, args []string) (int, error) {
+	return p.runner.Exec(ctx, p.ID, args, runner.IO{})
+}
+
+// signals passes signals on to the container, or interrupts before there is one.
+func (r *run) signals(ctx context.Context, started <-chan *runner.Container, interrupt context.CancelCauseFunc) {
+	var proc *runner.Container
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case proc = <-started:
+		case sig := <-r.o.Signals:
+			if proc == nil {
+				interrupt(ErrInterrupted)
+				continue
+			}
+			select {
+			case <-proc.Done():
+				interrupt(errors.New("interrupted"))
+			default:
+				// The only error is a process that is just ending.
+				_ = proc.Signal(sig)
+			}
+		}
+	}
+}
+
+// create brings the container to where its process could be executed.
+func (r *run) create(ctx context.Context) (*runner.Container, string, error) {
+	select {
+	case <-r.mounted:
+	case <-r.pulled:
+		if r.pullErr != nil {
+			return nil, "", r.pullErr
+		}
+	case <-ctx.Done():
+		return nil, "", context.Cause(ctx)
+	}
+	c, err := r.Client.CreateContainer(ctx, api.ContainerRequest{ID: r.o.Spec.ID, Ref: r.o.Pull.Ref})
+	if err != nil {
+		return nil, "", err
+	}
+	proc, err := r.prepare(ctx, c)
+	if err != nil {
+		return nil, "", errors.Join(err, r.Client.RemoveContainer(context.WithoutCancel(ctx), c.ID))
+	}
+	return proc, c.ID, nil
+}
+
+func (r *run) prepare(ctx context.Context, c *api.Container) (*runner.Container, error) {
+	var image ocispec.Image
+	if err := json.Unmarshal(c.Config, &image); err != nil {
+		return nil, fmt.Errorf("config of image %s: %w", c.Ref, err)
+	}
+	o := r.o.Spec
+	o.Dir, o.Rootfs = c.Dir, c.Rootfs
+	spec, err := runner.Spec(image, o)
+	if err != nil {
+		return nil, err
+	}
+	if err := runner.WriteSpec(c.Dir, spec); err != nil {
+		return nil, err
+	}
+	return r.Runner.Create(ctx, c.ID, c.Dir, r.o.IO)
+}
+
+// notStarted says why the container did not start; when it was interrupted, that
+// is why, whatever failed as a consequence.
+func (r *run) notStarted(ctx context.Context, err error) error {
+	if ctx.Err() != nil {
+		err = context.Cause(ctx)
+	}
+	return &NotStartedError{err}
+}
