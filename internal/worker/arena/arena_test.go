@@ -144,6 +144,11 @@ func TestLayout(t *testing.T) {
 	if d := cmp.Diff([]int{5, 7, 9}, l.Find(nil, c.Segments[6].ID)); d != "" {
 		t.Errorf("Find: %s", d)
 	}
+	for i, want := range map[int][]int{7: {5, 7, 9}, 0: {0}, 6: {6}} {
+		if d := cmp.Diff(want, l.Same(nil, i)); d != "" {
+			t.Errorf("Same(%d): %s", i, d)
+		}
+	}
 	if got := l.Find(nil, segment.ID{}); got != nil {
 		t.Errorf("a hole is found at %v", got)
 	}

@@ -157,6 +157,9 @@ func (l *Layout) Contents() int { return len(l.contents) }
 // Segments returns how many segments the arena holds.
 func (l *Layout) Segments() int { return len(l.ids) }
 
+// TOCSegments returns how many segments the TOC has.
+func (l *Layout) TOCSegments() int { return l.tocSegments }
+
 // Blocks returns how many blocks of BlockSize the arena has.
 func (l *Layout) Blocks() int64 { return l.size / BlockSize }
 
@@ -212,6 +215,9 @@ func (l *Layout) TOCSegment(i int) int {
 // FromTOC returns the number in the arena of TOC.Segments[segment]; false when
 // it is not in this arena.
 func (l *Layout) FromTOC(segment int) (int, bool) {
+	if len(l.contents) == l.tocContents { // nothing is left out
+		return segment, segment >= 0 && segment < len(l.ids)
+	}
 	// The contents of a TOC are in the order of their segments.
 	k := sort.Search(len(l.contents), func(k int) bool { return int(l.contents[k].tocFirst) > segment }) - 1
 	if k < 0 {
@@ -274,8 +280,17 @@ func (l *Layout) Find(dst []int, id segment.ID) []int {
 	return dst
 }
 
-// isRepeated reports whether another segment has the ID of segment i.
-func (l *Layout) isRepeated(i int) bool {
+// Same appends to dst the numbers of all segments with the ID of segment i, i
+// among them; of a hole, only i.
+func (l *Layout) Same(dst []int, i int) []int {
+	if l.Repeated(i) {
+		return l.Find(dst, l.ids[i])
+	}
+	return append(dst, i)
+}
+
+// Repeated reports whether another segment has the ID of segment i.
+func (l *Layout) Repeated(i int) bool {
 	l.index.Do(l.makeIndex)
 	return l.repeated[i/64]>>(i%64)&1 != 0
 }

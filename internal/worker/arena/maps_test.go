@@ -259,6 +259,6 @@ func BenchmarkNewLayout(b *testing.B) {
 		if err != nil {
 			b.Fatal(err)
 		}
-		l.isRepeated(0)
+		l.Repeated(0)
 	}
 }

@@ -30,7 +30,7 @@ func (a *Arena) WriteSegment(i int, data []byte) error {
 	if err := a.verify(i, data); err != nil {
 		return err
 	}
-	if !a.layout.isRepeated(i) {
+	if !a.layout.Repeated(i) {
 		return a.write(i, data)
 	}
 	for _, k := range a.layout.Find(make([]int, 0, 8), a.layout.ids[i]) {

@@ -1,0 +1,400 @@
+package fetch
+
+import (
+	"bytes"
+	"context"
+	"crypto/tls"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/url"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"hydrofoil.dev/foil/internal/format/bundle"
+)
+
+// receiveWindow is how much of a stream may be on its way or unread, in bytes:
+// 1 Gbit/s at a round trip of 130 ms.
+const receiveWindow = 16 << 20
+
+// ClientOptions configures a Client. Only Base is needed.
+type ClientOptions struct {
+	// Base is the server: http://host:port or https://host[:port].
+	Base string
+	// TLS configures https; nil means the defaults.
+	TLS *tls.Config
+	// Dial connects; nil means a net.Dialer.
+	Dial func(ctx context.Context, network, address string) (net.Conn, error)
+
+	// ConnectTimeout bounds connecting, TLS included; 0 means 10 s.
+	ConnectTimeout time.Duration
+	// HeaderTimeout bounds the time from a request to its response's header; 0
+	// means 5 minutes: a server may
+	// have to ingest an image first.
+	HeaderTimeout time.Duration
+	// StallTimeout is how long a stream may bring no byte while one is waited
+	// for; 0 means 60 s. A connection that is cut is found by pings, sooner.
+	StallTimeout time.Duration
+	// PingInterval is how long a connection may be silent before a ping checks
+	// that it still works, and how long the ping may take; 0 means 10 s.
+	PingInterval time.Duration
+
+	Logger *slog.Logger // nil means none
+}
+
+// Client talks to one server over one HTTP/2 connection, which it keeps open
+// between requests: plain HTTP without upgrade (h2c by prior knowledge), or TLS.
+// A TLS server that speaks only HTTP/1.1 works as well, with more connections.
+type Client struct {
+	opts ClientOptions
+	base *url.URL
+	log  *slog.Logger
+
+	mu     sync.Mutex
+	link   *link // for new requests
+	closed bool
+}
+
+// link is one transport, which has one connection with HTTP/2. When it is
+// abandoned, its connections are closed as soon as nothing streams over them.
+type link struct {
+	transport *http.Transport
+
+	mu        sync.Mutex
+	conns     map[net.Conn]struct{}
+	streams   int
+	abandoned bool
+}
+
+func (l *link) begin() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.streams++
+}
+
+func (l *link) end() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.streams--
+	l.closeUnused()
+}
+
+func (l *link) abandon() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.abandoned = true
+	l.closeUnused()
+}
+
+func (l *link) closeUnused() {
+	if !l.abandoned || l.streams > 0 {
+		return
+	}
+	for c := range l.conns {
+		c.Close()
+	}
+	clear(l.conns)
+}
+
+func (l *link) opened(c net.Conn) net.Conn {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.conns[c] = struct{}{}
+	l.closeUnused() // dialled for a request that has given up since
+	return &linkConn{Conn: c, link: l}
+}
+
+// linkConn is a connection that its link knows of.
+type linkConn struct {
+	net.Conn
+	link *link
+}
+
+func (c *linkConn) Close() error {
+	c.link.mu.Lock()
+	delete(c.link.conns, c.Conn)
+	c.link.mu.Unlock()
+	return c.Conn.Close()
+}
+
+// NewClient does not connect yet.
+func NewClient(opts ClientOptions) (*Client, error) {
+	base, err := url.Parse(opts.Base)
+	if err != nil {
+		return nil, fmt.Errorf("server address: %w", err)
+	}
+	if base.Scheme != "http" && base.Scheme != "https" || base.Host == "" {
+		return nil, fmt.Errorf("server address %q: want http://HOST:PORT or https://HOST", opts.Base)
+	}
+	for d, v := range map[*time.Duration]time.Duration{
+		&opts.ConnectTimeout: 10 * time.Second,
+		&opts.HeaderTimeout:  5 * time.Minute,
+		&opts.StallTimeout:   60 * time.Second,
+		&opts.PingInterval:   10 * time.Second,
+	} {
+		if *d == 0 {
+			*d = v
+		}
+	}
+	if opts.Dial == nil {
+		opts.Dial = new(net.Dialer).DialContext
+	}
+	if opts.Logger == nil {
+		opts.Logger = slog.New(slog.DiscardHandler)
+	}
+	c := &Client{opts: opts, base: base, log: opts.Logger}
+	c.link = c.newLink()
+	return c, nil
+}
+
+func (c *Client) newLink() *link {
+	l := &link{conns: make(map[net.Conn]struct{})}
+	t := &http.Transport{
+		DialContext: func(ctx context.Context, network, address string) (net.Conn, error) {
+			ctx, cancel := context.WithTimeoutCause(ctx, c.opts.ConnectTimeout, errConnect)
+			defer cancel()
+			conn, err := c.opts.Dial(ctx, network, address)
+			if err != nil && context.Cause(ctx) == errConnect {
+				return nil, fmt.Errorf("%w (%v)", errConnect, c.opts.ConnectTimeout)
+			}
+			if err != nil {
+				return nil, err
+			}
+			return l.opened(conn), nil
+		},
+		TLSClientConfig:     c.opts.TLS,
+		TLSHandshakeTimeout: c.opts.ConnectTimeout,
+		Protocols:           new(http.Protocols),
+		HTTP2: &http.HTTP2Config{
+			SendPingTimeout:           c.opts.PingInterval,
+			PingTimeout:               c.opts.PingInterval,
+			MaxReceiveBufferPerStream: receiveWindow,
+			MaxReadFrameSize:          256 << 10,
+		},
+		// The bytes are compressed already, and their count is reported.
+		DisableCompression: true,
+	}
+	if c.base.Scheme == "https" {
+		t.Proxy = http.ProxyFromEnvironment
+		t.Protocols.SetHTTP1(true)
+		t.Protocols.SetHTTP2(true)
+	} else {
+		t.Protocols.SetUnencryptedHTTP2(true)
+	}
+	l.transport = t
+	return l
+}
+
+// Errors of time running out.
+var (
+	errConnect = errors.New("no connection in time")
+	errHeader  = errors.New("no answer in time")
+	errStall   = errors.New("the stream stalled")
+)
+
+// Base returns the server's address.
+func (c *Client) Base() string { return c.base.String() }
+
+// Close ends the connection once the streams over it have ended. New requests
+// fail.
+func (c *Client) Close() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.closed = true
+	c.link.abandon()
+}
+
+// begin returns the link for a new request, which is counted as a stream of it.
+func (c *Client) begin() (*link, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.closed {
+		return nil, fmt.Errorf("%s: the client is closed", c.base)
+	}
+	c.link.begin()
+	return c.link, nil
+}
+
+// abandon makes new requests connect anew: l's connection let a request down,
+// and would keep the next one waiting until a ping finds that it is dead.
+func (c *Client) abandon(l *link) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.link == l && !c.closed {
+		c.link = c.newLink()
+	}
+	l.abandon()
+}
+
+// StatusError is a response that is not a success.
+type StatusError struct {
+	Method, URL string
+	Status      int
+	Message     string // the response's body, or what it says
+	// Said is the response's body when it is one of the bundle protocol, or nil.
+	Said *bundle.Error
+}
+
+// Unwrap returns Said.
+func (e *StatusError) Unwrap() error {
+	if e.Said == nil {
+		return nil
+	}
+	return e.Said
+}
+
+func (e *StatusError) Error() string {
+	s := fmt.Sprintf("%s %s: %d %s", e.Method, e.URL, e.Status, http.StatusText(e.Status))
+	if e.Message != "" {
+		s += ": " + e.Message
+	}
+	return s
+}
+
+// Final reports whether the same request would fail again.
+func (e *StatusError) Final() bool {
+	switch e.Status {
+	case http.StatusRequestTimeout, http.StatusTooEarly, http.StatusTooManyRequests:
+		return false
+	case http.StatusNotImplemented, http.StatusHTTPVersionNotSupported:
+		return true
+	}
+	return e.Status < 500
+}
+
+// post sends body as JSON and returns the response, whose status is 2xx. Its
+// body must be closed; reading from it fails once StallTimeout passes without a
+// byte.
+//
+// Errors: *StatusError; those of the connection.
+func (c *Client) post(ctx context.Context, path string, body any) (*response, error) {
+	b, err := json.Marshal(body)
+	if err != nil {
+		return nil, fmt.Errorf("encode request to %s: %w", path, err)
+	}
+	u := c.base.JoinPath(path).String()
+	req, err := http.NewRequest(http.MethodPost, u, bytes.NewReader(b))
+	if err != nil {
+		return nil, err
+	}
+	req.Header.Set("Content-Type", "application/json")
+	l, err := c.begin()
+	if err != nil {
+		return nil, err
+	}
+	ctx, cancel := context.WithCancelCause(ctx)
+	timer := time.AfterFunc(c.opts.HeaderTimeout, func() { cancel(errHeader) })
+	resp, err := l.transport.RoundTrip(req.WithContext(ctx))
+	timer.Stop()
+	if err != nil {
+		if errors.Is(context.Cause(ctx), errHeader) {
+			err = fmt.Errorf("%w (%v)", errHeader, c.opts.HeaderTimeout)
+		}
+		if ctx.Err() == nil || errors.Is(context.Cause(ctx), errHeader) {
+			c.abandon(l)
+		}
+		cancel(nil)
+		l.end()
+		return nil, fmt.Errorf("post %s: %w", u, err)
+	}
+	r := &response{client: c, link: l, url: u, body: resp.Body, cancel: cancel, ctx: ctx}
+	r.stall = time.AfterFunc(c.opts.StallTimeout, func() { cancel(errStall) })
+	r.stall.Stop()
+	if resp.StatusCode/100 != 2 {
+		defer r.Close()
+		msg, _ := io.ReadAll(io.LimitReader(r, 4<<10))
+		e := &StatusError{Method: req.Method, URL: u, Status: resp.StatusCode}
+		e.describe(msg)
+		return nil, e
+	}
+	return r, nil
+}
+
+// describe takes what a person should read out of an error's body: the message
+// of the bundle protocol's or the registry's JSON, or the text.
+func (e *StatusError) describe(body []byte) {
+	var said bundle.Error
+	var registry struct {
+		Errors []struct{ Message string }
+	}
+	switch {
+	case json.Unmarshal(body, &said) == nil && said.Code != "":
+		e.Said, e.Message = &said, said.Message
+	case json.Unmarshal(body, &registry) == nil && len(registry.Errors) > 0:
+		e.Message = registry.Errors[0].Message
+	default:
+		e.Message = strings.TrimSpace(string(body))
+	}
+}
+
+// Post sends body as JSON to path, as a request with a small response, which
+// it decodes into answer unless that is nil.
+//
+// Errors: *StatusError; those of the connection.
+func (c *Client) Post(ctx context.Context, path string, body, answer any) error {
+	r, err := c.post(ctx, path, body)
+	if err != nil {
+		return err
+	}
+	defer r.Close()
+	if answer == nil {
+		return nil
+	}
+	if err := json.NewDecoder(io.LimitReader(r, 16<<20)).Decode(answer); err != nil {
+		return fmt.Errorf("post %s: answer: %w", r.url, err)
+	}
+	return nil
+}
+
+// response is the body of a response.
+type response struct {
+	client *Client
+	link   *link
+	url    string
+	body   io.ReadCloser
+	ctx    context.Context
+	cancel context.CancelCauseFunc
+	stall  *time.Timer
+	moved  *atomic.Int64 // bytes read are added to it, when not nil
+	once   sync.Once
+}
+
+func (r *response) Read(b []byte) (int, error) {
+	// The clock runs only while bytes are waited for: a slow disk here is no
+	// stall there.
+	r.stall.Reset(r.client.opts.StallTimeout)
+	n, err := r.body.Read(b)
+	r.stall.Stop()
+	if r.moved != nil {
+		r.moved.Add(int64(n))
+	}
+	if err != nil && !errors.Is(err, io.EOF) {
+		if errors.Is(context.Cause(r.ctx), errStall) {
+			err = fmt.Errorf("%w: no byte for %v", errStall, r.client.opts.StallTimeout)
+		}
+		err = fmt.Errorf("read from %s: %w", r.url, err)
+	}
+	return n, err
+}
+
+// Close ends the stream, wherever it is.
+func (r *response) Close() error {
+	var err error
+	r.once.Do(func() {
+		r.stall.Stop()
+		r.cancel(nil)
+		err = r.body.Close()
+		r.link.end()
+	})
+	return err
+}
+
+// broken says that the connection cannot be relied on.
+func (r *response) broken() { r.client.abandon(r.link) }

@@ -1,0 +1,405 @@
+// Package fetch brings bundles to the worker: one request, one stream, one
+// pipeline that verifies, decompresses and writes on all cores, until
+// everything that was planned is in arenas and durable. A stream that breaks is
+// resumed with a request that says what has arrived; a read that waits for a
+// segment queued far behind has it promoted.
+//
+// The way of one pull. Pull's goroutine sends the request and takes section
+// after section off the stream. For an image it calls Options.Open, which lays
+// out an arena; the plan is turned into "which frame holds this segment"; a
+// frame goes to one of GOMAXPROCS workers, which decodes it and hands each of its segments to
+// Arena.WriteSegment, the only place where bytes are verified, written and
+// marked. Every few seconds, and at the end, arenas are synced.
+//
+// Open is called between two sections and nothing is read meanwhile; what
+// arrives waits in the connection's receive window, 16 MiB. So Open should
+// return as soon as the arena exists, and build and mount the filesystem in a
+// goroutine of its own: frames can be written from then on. A second or so does no
+// harm.
+package fetch
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"net/http"
+	"runtime"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/sync/semaphore"
+
+	"hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/format/segment"
+	"hydrofoil.dev/foil/internal/format/toc"
+	"hydrofoil.dev/foil/internal/worker/arena"
+)
+
+// Options say what to pull and where to. Client, Request and Open are needed.
+type Options struct {
+	Client  *Client
+	Request bundle.Request
+	// Name is what errors call the pull; empty means the images' references.
+	Name string
+	// Open is called once for each image, with its verified header and its TOC
+	// (nil when the server left it out: Request.Have names it). It returns the
+	// arena for what is fetched, or nil when all of the rootfs is elsewhere. The arena
+	// stays the caller's; it must stay open until Wait returns. An error ends
+	// the pull, and Wait returns it wrapped. See the package comment for how
+	// long it may take.
+	Open func(ctx context.Context, img *bundle.Image, t *toc.TOC) (*arena.Arena, error)
+	// TOC returns the encoded TOC of an image whose header left it out. It is
+	// called only if frames hold segments that no arena of the image has a
+	// place for; nil means that it cannot be had.
+	TOC func(ctx context.Context, img *bundle.Image) ([]byte, error)
+
+	// GiveUp is how long the pull keeps trying while nothing arrives; 0 means
+	// 5 minutes. Then its arenas fail: reads that wait get an error.
+	GiveUp time.Duration
+	// GiveUpUnopened is the same until the first image's header has arrived,
+	// while nobody reads; 0 means 15 seconds, at most GiveUp.
+	GiveUpUnopened time.Duration
+	// Attempts is how often one frame may arrive damaged, or the server break
+	// the protocol without a frame in between, before the pull fails; 0 means 3.
+	Attempts int
+	// SyncEvery and SyncBytes (of contents written) are when arenas are synced
+	// on the way; 0 means 5 seconds and 64 MiB.
+	SyncEvery time.Duration
+	SyncBytes int64
+	// PromoteBeyond is how many bytes may be planned before a wanted frame
+	// without it being promoted; 0 means 256 KiB, less than 0 none.
+	PromoteBeyond int64
+
+	Logger *slog.Logger // nil means none
+}
+
+func (o *Options) defaults() {
+	if o.GiveUp == 0 {
+		o.GiveUp = 5 * time.Minute
+	}
+	if o.GiveUpUnopened == 0 {
+		o.GiveUpUnopened = min(15*time.Second, o.GiveUp)
+	}
+	if o.Attempts == 0 {
+		o.Attempts = 3
+	}
+	if o.SyncEvery == 0 {
+		o.SyncEvery = 5 * time.Second
+	}
+	if o.SyncBytes == 0 {
+		o.SyncBytes = 64 << 20
+	}
+	if o.PromoteBeyond == 0 {
+		o.PromoteBeyond = 256 << 10
+	}
+	if o.Logger == nil {
+		o.Logger = slog.New(slog.DiscardHandler)
+	}
+	if o.Name == "" && len(o.Request.Images) > 0 {
+		o.Name = o.Request.Images[0].Repository + ":" + o.Request.Images[0].Reference
+	}
+}
+
+// inFlight bounds the compressed frames between the stream and the workers,
+// bytes.
+const inFlight = 8 << 20
+
+// ErrStopped is returned, wrapped, by Wait after Stop.
+var ErrStopped = errors.New("stopped")
+
+// Pull is one pull that runs, or has ended.
+type Pull struct {
+	opts   Options
+	log    *slog.Logger
+	outer  context.Context // the caller's
+	ctx    context.Context
+	cancel context.CancelCauseFunc
+	work   sync.WaitGroup // every goroutine but run
+	done   chan struct{}  // closed after run has ended, and err is set
+	err    error
+
+	jobs    chan job
+	room    *semaphore.Weighted // of inFlight
+	buffers sync.Pool           // *buffer
+
+	moved      atomic.Int64 // bytes of streams
+	total      atomic.Int64 // what moved will be at most; 0: unknown
+	opened     atomic.Int64 // images
+	frames     atomic.Int64 // that were written
+	bad        atomic.Int64 // frames that were damaged
+	resumes    atomic.Int64
+	promotions atomic.Int64 // frames asked for ahead of their turn
+	unsync     atomic.Int64 // bytes of contents since the last sync
+	rate       rate
+	kick       chan struct{} // a sync is due
+
+	mu       sync.Mutex
+	images   []bundle.ImageRequest // pinned to digests once resolved
+	targets  []*target             // by index in the request
+	current  *stream               // the one that runs and has its plan
+	wanted   map[want]int          // segments that reads wait for, and how many
+	damaged  map[segment.ID]int    // how often it arrived damaged
+	waits    waits
+	promoter promoter
+}
+
+// target is one image that was opened.
+type target struct {
+	header bundle.Image // without its bytes
+	arena  *arena.Arena // nil: nothing is fetched
+	toc    *toc.TOC     // until the first plan has been read
+}
+
+// layout returns the arena's layout, or nil.
+func (t *target) layout() *arena.Layout {
+	if t.arena == nil {
+		return nil
+	}
+	return t.arena.Layout()
+}
+
+// Start begins a pull, which goes on until it is complete, has failed, ctx ends
+// or Stop is called.
+func Start(ctx context.Context, opts Options) *Pull {
+	opts.defaults()
+	outer := ctx
+	ctx, cancel := context.WithCancelCause(ctx)
+	p := &Pull{
+		outer:   outer,
+		opts:    opts,
+		log:     opts.Logger.With("pull", opts.Name),
+		ctx:     ctx,
+		cancel:  cancel,
+		done:    make(chan struct{}),
+		jobs:    make(chan job),
+		room:    semaphore.NewWeighted(inFlight),
+		kick:    make(chan struct{}, 1),
+		images:  slices.Clone(opts.Request.Images),
+		targets: make([]*target, len(opts.Request.Images)),
+		wanted:  make(map[want]int),
+		damaged: make(map[segment.ID]int),
+	}
+	p.promoter.init(p)
+	go p.run()
+	return p
+}
+
+// Stop ends the pull soon. Its arenas do not fail: reads go on waiting for the
+// next pull.
+func (p *Pull) Stop() { p.cancel(ErrStopped) }
+
+// Wait waits for the end of the pull. It returns nil when all that the server
+// planned is present and durable.
+func (p *Pull) Wait() error {
+	<-p.done
+	return p.err
+}
+
+func (p *Pull) run() {
+	defer close(p.done)
+	for range runtime.GOMAXPROCS(0) {
+		p.work.Go(p.worker)
+	}
+	p.work.Go(p.syncer)
+	p.work.Go(p.promoter.run)
+	err := p.streams()
+	close(p.jobs)
+	if err == nil {
+		err = context.Cause(p.ctx) // a worker may have failed with the last frame
+	}
+	if err == nil {
+		// Before anybody is told that it is complete.
+		err = p.sync(p.ctx)
+	}
+	if cause := context.Cause(p.ctx); cause != nil && err != nil {
+		err = cause // a worker's or the syncer's error, or Stop's
+	}
+	p.cancel(errors.New("the pull has ended"))
+	p.work.Wait()
+	if err != nil {
+		p.err = fmt.Errorf("pull %s: %w", p.opts.Name, err)
+		p.fail(err)
+		return
+	}
+	p.total.Store(p.moved.Load())
+}
+
+// fail makes the arenas fail for reads that would otherwise wait for ever. When
+// the pull was stopped from outside, another one will come.
+func (p *Pull) fail(err error) {
+	if errors.Is(err, ErrStopped) || p.outer.Err() != nil {
+		return
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, t := range p.targets {
+		if t != nil && t.arena != nil && !t.arena.Complete() {
+			t.arena.Fail(p.err)
+		}
+	}
+}
+
+// streams runs one stream after the other until one comes to its end with
+// nothing left to ask for.
+func (p *Pull) streams() error {
+	last := time.Now() // when something arrived
+	faults := 0        // streams that broke the protocol, in a row
+	for pause := time.Duration(0); ; {
+		before := p.arrivals()
+		err := p.stream()
+		if err == nil {
+			return nil
+		}
+		if p.ctx.Err() != nil || isFinal(err) {
+			return err
+		}
+		now := time.Now()
+		if p.arrivals() > before {
+			last, faults, pause = now, 0, 0
+		}
+		if isFault(err) {
+			if faults++; faults >= p.opts.Attempts {
+				return err
+			}
+		}
+		limit := p.opts.GiveUp
+		if p.arrivals() == 0 {
+			limit = p.opts.GiveUpUnopened
+		}
+		if now.Sub(last) >= limit {
+			return fmt.Errorf("no success in %v, try again when %s can be reached: %w", limit.Round(time.Second), p.opts.Client.Base(), err)
+		}
+		p.resumes.Add(1)
+		p.log.Warn("stream broke, resuming", "error", err, "pause", pause)
+		if !errors.Is(err, errAgain) {
+			timer := time.NewTimer(pause + rand.N(pause/2+1))
+			select {
+			case <-timer.C:
+			case <-p.ctx.Done():
+				timer.Stop()
+				return context.Cause(p.ctx)
+			}
+			pause = min(max(2*pause, 100*time.Millisecond), 5*time.Second)
+		}
+	}
+}
+
+// arrivals counts the steps forward: images opened and frames written.
+func (p *Pull) arrivals() int64 { return p.opened.Load() + p.frames.Load() }
+
+// finalError is an error that asking again would not change.
+type finalError struct{ error }
+
+func (e finalError) Unwrap() error { return e.error }
+
+// errAgain says that the stream ended, or was ended, to ask for frames that
+// arrived damaged.
+var errAgain = errors.New("frames have to be sent again")
+
+func isFinal(err error) bool {
+	var f finalError
+	var status *StatusError
+	var said *bundle.Error
+	switch {
+	case errors.As(err, &f):
+		return true
+	case errors.As(err, &said):
+		switch said.Code {
+		case bundle.CodeNotFound, bundle.CodeInvalid, bundle.CodeUnauthorized, bundle.CodeUnsupported:
+			return true
+		}
+		return false
+	case errors.As(err, &status):
+		return status.Final()
+	}
+	return false
+}
+
+// isFault reports whether the server is at fault, rather than the way to it.
+func isFault(err error) bool {
+	var said *bundle.Error
+	if errors.As(err, &said) {
+		return said.Code == bundle.CodeCorrupt || said.Code == bundle.CodeInternal
+	}
+	var status *StatusError
+	if errors.As(err, &status) {
+		return status.Status == http.StatusInternalServerError
+	}
+	return errors.Is(err, bundle.ErrCorrupt)
+}
+
+// request returns what to ask for now.
+func (p *Pull) request() bundle.Request {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	req := p.opts.Request
+	req.Images = slices.Clone(p.images)
+	req.Have = nil
+	for _, h := range p.opts.Request.Have {
+		ours := slices.ContainsFunc(p.targets, func(t *target) bool { return t != nil && t.header.ChainID == h.ChainID })
+		if !ours {
+			req.Have = append(req.Have, h)
+		}
+	}
+	for i, t := range p.targets {
+		if t == nil || slices.ContainsFunc(p.targets[:i], func(o *target) bool { return o != nil && o.header.ChainID == t.header.ChainID }) {
+			continue
+		}
+		req.Have = append(req.Have, bundle.Have{ChainID: t.header.ChainID, TOC: t.header.TOCDigest, Present: t.present()})
+	}
+	return req
+}
+
+// present returns a bitmap of the segments that the server need not send: those
+// that arrived, and those of contents that are used in place elsewhere.
+func (t *target) present() []byte {
+	l := t.layout()
+	if l == nil {
+		return nil // all of them
+	}
+	b := t.arena.PresentBitmap()
+	for i := range int(t.header.Segments) {
+		if _, here := l.FromTOC(i); !here {
+			b[i/8] |= 1 << (i % 8)
+		}
+	}
+	return b
+}
+
+// syncer makes what has arrived durable from time to time.
+func (p *Pull) syncer() {
+	ticker := time.NewTicker(p.opts.SyncEvery)
+	defer ticker.Stop()
+	for {
+		select {
+		case <-p.ctx.Done():
+			return
+		case <-p.kick:
+		case <-ticker.C:
+		}
+		p.rate.add(time.Now(), p.moved.Load())
+		if err := p.sync(p.ctx); err != nil && p.ctx.Err() == nil {
+			p.cancel(err)
+			return
+		}
+	}
+}
+
+func (p *Pull) sync(ctx context.Context) error {
+	p.unsync.Store(0)
+	p.mu.Lock()
+	targets := slices.Clone(p.targets)
+	p.mu.Unlock()
+	for _, t := range targets {
+		if t != nil && t.arena != nil {
+			if err := t.arena.Sync(ctx); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}

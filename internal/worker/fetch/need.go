@@ -1,0 +1,240 @@
+package fetch
+
+import (
+	"context"
+	"errors"
+	"net/http"
+	"slices"
+	"sync"
+	"time"
+
+	"hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/worker/arena"
+)
+
+const (
+	// gather is how long promotions are collected before they are sent: a
+	// reader that has just been answered asks for its next page within it.
+	gather = time.Millisecond
+	// underway bounds the promotions that are sent and not yet answered.
+	underway = 16
+	// lastWaits is how many waits are remembered for diagnosis.
+	lastWaits = 64
+)
+
+// want is a segment that a read waits for.
+type want struct {
+	arena   *arena.Arena
+	segment int
+}
+
+// Need waits until [off, off+n) of a, one of the pull's arenas, is present, and
+// has what is queued far behind promoted. It fails when a fails or ctx ends;
+// see arena.Wait. Of another arena it only waits.
+func (p *Pull) Need(ctx context.Context, a *arena.Arena, off, n int64) error {
+	if a.Present(off, n) {
+		return nil
+	}
+	began := time.Now()
+	segments := a.AbsentSegments(nil, off, n)
+	promoted := p.want(a, segments)
+	err := a.Wait(ctx, off, n)
+	p.unwant(a, segments)
+	p.waits.add(Wait{Offset: off, Length: n, Began: began, Took: time.Since(began), Promoted: promoted, Err: err})
+	return err
+}
+
+// want notes that a read waits for segments, now and in streams to come.
+func (p *Pull) want(a *arena.Arena, segments []int) (promoted bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, i := range segments {
+		w := want{a, i}
+		p.wanted[w]++
+		if s := p.current; s != nil && s.want(w) {
+			promoted = true
+		}
+	}
+	return promoted
+}
+
+func (p *Pull) unwant(a *arena.Arena, segments []int) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, i := range segments {
+		w := want{a, i}
+		if p.wanted[w]--; p.wanted[w] == 0 {
+			delete(p.wanted, w)
+		}
+	}
+}
+
+// want makes a segment come soon, and reports whether it had to be promoted.
+// p.mu is held.
+func (s *stream) want(w want) bool {
+	frameOf := s.frameOf[w.arena]
+	if frameOf == nil || frameOf[w.segment] == noFrame {
+		return false
+	}
+	frame := int(frameOf[w.segment])
+	switch state := s.state[frame]; {
+	case state&damaged != 0:
+		s.again()
+		return false
+	case state&(received|promoted) != 0, !s.far(frame):
+		return false
+	}
+	s.state[frame] |= promoted
+	s.p.promoter.add(s, uint32(frame))
+	return true
+}
+
+// far reports whether more than PromoteBeyond bytes are planned to come before
+// a frame. p.mu is held.
+func (s *stream) far(frame int) bool {
+	if s.p.opts.PromoteBeyond < 0 {
+		return true
+	}
+	left := s.p.opts.PromoteBeyond
+	for i := s.next; i < frame; i++ {
+		if s.state[i]&received == 0 {
+			if left -= int64(s.plan.Frames[i].MaxLength); left < 0 {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// promoter sends promotions, on the connection that the stream is on.
+type promoter struct {
+	p    *Pull
+	kick chan struct{}
+
+	// Guarded by p.mu.
+	stream *stream
+	frames []uint32 // to be promoted in it
+}
+
+func (r *promoter) init(p *Pull) { r.p, r.kick = p, make(chan struct{}, 1) }
+
+// add queues a promotion. p.mu is held.
+func (r *promoter) add(s *stream, frame uint32) {
+	if r.stream != s {
+		r.stream, r.frames = s, nil
+	}
+	r.frames = append(r.frames, frame)
+	select {
+	case r.kick <- struct{}{}:
+	default:
+	}
+}
+
+func (r *promoter) run() {
+	var posts sync.WaitGroup
+	defer posts.Wait()
+	free := make(chan struct{}, underway)
+	for {
+		select {
+		case <-r.kick:
+		case <-r.p.ctx.Done():
+			return
+		}
+		timer := time.NewTimer(gather)
+		select {
+		case <-timer.C:
+		case <-r.p.ctx.Done():
+			timer.Stop()
+			return
+		}
+		select {
+		case free <- struct{}{}:
+		case <-r.p.ctx.Done():
+			return
+		}
+		r.p.mu.Lock()
+		s, frames := r.stream, r.frames
+		r.frames = nil
+		r.p.mu.Unlock()
+		posts.Go(func() {
+			r.post(s, frames)
+			<-free
+		})
+	}
+}
+
+func (r *promoter) post(s *stream, frames []uint32) {
+	p := r.p
+	if len(frames) == 0 {
+		return
+	}
+	err := p.opts.Client.Post(p.ctx, bundle.PromotePath, bundle.Promotion{Stream: s.id, Frames: frames}, nil)
+	if err == nil {
+		p.promotions.Add(int64(len(frames)))
+		return
+	}
+	var status *StatusError
+	if errors.As(err, &status) && status.Status == http.StatusNotFound {
+		return // the stream has ended: all of it is on its way, or it is resumed
+	}
+	if p.ctx.Err() != nil {
+		return
+	}
+	p.log.Warn("promotion failed", "stream", s.id, "frames", len(frames), "error", err)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, f := range frames {
+		s.state[f] &^= promoted // the next read may try again
+	}
+}
+
+// Wait is one read that had to wait.
+type Wait struct {
+	Offset, Length int64 // in the arena, bytes
+	Began          time.Time
+	Took           time.Duration
+	Promoted       bool
+	Err            error
+}
+
+// waits counts reads that waited, and keeps the last ones.
+type waits struct {
+	mu    sync.Mutex
+	count int64
+	took  time.Duration
+	ring  [lastWaits]Wait
+}
+
+func (w *waits) add(one Wait) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.ring[w.count%lastWaits] = one
+	w.count++
+	w.took += one.Took
+}
+
+// LastWaits returns the last reads that had to wait, at most 64, oldest first.
+func (p *Pull) LastWaits() []Wait {
+	w := &p.waits
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.count <= lastWaits {
+		return slices.Clone(w.ring[:w.count])
+	}
+	k := w.count % lastWaits
+	return append(slices.Clone(w.ring[k:]), w.ring[:k]...)
+}
+
+// Backing is an arena that a pull fills: a gate.Backing.
+type Backing struct {
+	Pull  *Pull
+	Arena *arena.Arena
+}
+
+// Present reports whether [off, off+n) is present.
+func (b Backing) Present(off, n int64) bool { return b.Arena.Present(off, n) }
+
+// Need waits for [off, off+n): see Pull.Need.
+func (b Backing) Need(ctx context.Context, off, n int64) error {
+	return b.Pull.Need(ctx, b.Arena, off, n)
+}

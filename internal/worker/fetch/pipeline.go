@@ -1,0 +1,144 @@
+package fetch
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"hydrofoil.dev/foil/internal/format/segment"
+	"hydrofoil.dev/foil/internal/worker/arena"
+)
+
+// job is one frame for a worker.
+type job struct {
+	stream *stream
+	frame  uint32
+	data   []byte
+	buffer *buffer // that data is in
+}
+
+// buffer holds one compressed frame. counted of its bytes are of inFlight.
+type buffer struct {
+	bytes   []byte
+	counted int64
+}
+
+// getBuffer returns a buffer of n bytes, once fewer than inFlight are in use.
+// When ctx ends first it returns one all the same: the stream is read no
+// further.
+func (p *Pull) getBuffer(ctx context.Context, n int) *buffer {
+	b, _ := p.buffers.Get().(*buffer)
+	if b == nil {
+		b = new(buffer)
+	}
+	if cap(b.bytes) < n {
+		b.bytes = make([]byte, n, max(n, 64<<10))
+	}
+	b.bytes, b.counted = b.bytes[:n], 0
+	if p.room.Acquire(ctx, int64(n)) == nil {
+		b.counted = int64(n)
+	}
+	return b
+}
+
+func (p *Pull) putBuffer(b *buffer) {
+	if b != nil {
+		p.room.Release(b.counted)
+		p.buffers.Put(b)
+	}
+}
+
+// worker decodes frames and writes their segments.
+func (p *Pull) worker() {
+	var raw []byte
+	for j := range p.jobs {
+		if p.ctx.Err() == nil {
+			raw = p.write(j, raw)
+		}
+		p.putBuffer(j.buffer)
+		j.stream.jobs.Done()
+	}
+}
+
+// write writes one frame. It returns raw, which it may have replaced by a
+// larger buffer.
+func (p *Pull) write(j job, raw []byte) []byte {
+	s := j.stream
+	raw, err := segment.DecodeFrame(raw[:0], j.data, int(s.plan.Frames[j.frame].RawLength))
+	if err != nil {
+		s.damaged(j.frame, nil, err)
+		return raw
+	}
+	written, wrong := int64(0), segment.ID{}
+	err = s.segments(j.frame, func(id segment.ID, from, to int, a *arena.Arena, i int) error {
+		if id == wrong || a.HasSegment(i) && !a.Layout().Repeated(i) {
+			return nil
+		}
+		err := a.WriteSegment(i, raw[from:to])
+		if errors.Is(err, arena.ErrWrongBytes) {
+			s.damaged(j.frame, &id, err)
+			wrong = id
+			return nil // the others may be right
+		}
+		written += int64(to - from)
+		return err
+	})
+	if err != nil {
+		// The disk, not the server: another stream would not help.
+		p.cancel(err)
+		return raw
+	}
+	if wrong == (segment.ID{}) {
+		p.frames.Add(1)
+	}
+	if p.unsync.Add(written) >= p.opts.SyncBytes {
+		select {
+		case p.kick <- struct{}{}:
+		default:
+		}
+	}
+	return raw
+}
+
+// damaged counts a frame that did not decode (id nil), or in which a segment
+// was wrong. Nothing of it was marked present, so it is asked for again.
+func (s *stream) damaged(frame uint32, id *segment.ID, err error) {
+	p := s.p
+	var ids []segment.ID
+	if id != nil {
+		ids = []segment.ID{*id}
+	} else {
+		s.segments(frame, func(id segment.ID, _, _ int, _ *arena.Arena, _ int) error {
+			ids = append(ids, id)
+			return nil
+		})
+	}
+	p.bad.Add(1)
+	p.log.Warn("damaged frame", "frame", frame, "stream", s.id, "error", err)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	s.bad++
+	s.state[frame] |= damaged
+	for _, id := range ids {
+		p.damaged[id]++
+		if n := p.damaged[id]; n >= p.opts.Attempts {
+			p.cancel(fmt.Errorf("frame %d from %s arrived damaged %d times, segment %s: %w: the server's copy may be damaged",
+				frame, p.opts.Client.Base(), n, id, err))
+			return
+		}
+	}
+	for w := range p.wanted {
+		if s.frameOf[w.arena] != nil && s.frameOf[w.arena][w.segment] == frame {
+			s.again()
+			return
+		}
+	}
+}
+
+// again ends the stream, to ask for frames that arrived damaged and that a
+// read waits for. p.mu is held.
+func (s *stream) again() {
+	if !s.ended {
+		s.cancel(errAgain)
+	}
+}
