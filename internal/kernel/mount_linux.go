@@ -43,13 +43,23 @@ func MountErofs(e Erofs) error {
 		return createWithReadAhead(fs, "erofs", *e.ReadAhead)
 	}
 	err := mountNew("erofs", e.Target, options, unix.MOUNT_ATTR_RDONLY|unix.MOUNT_ATTR_NOATIME, create)
+	if err == nil {
+		return nil
+	}
+	// Filesystems whose files the kernel does not read page by page say the
+	// same as a kernel that cannot do it at all.
+	if s, statErr := StatSpace(e.Image); statErr == nil && noErofsOn(s.Type) {
+		return fmt.Errorf("%s: an image cannot be on %s; keep it on ext4, XFS or btrfs: %w", what, fsName(s.Type), err)
+	}
 	if errors.Is(err, unix.ENOTBLK) {
 		return fmt.Errorf("%s: this kernel mounts EROFS from block devices only; file-backed mounts need Linux 6.12: %w", what, err)
 	}
-	if err != nil {
-		return fmt.Errorf("%s: %w", what, err)
-	}
-	return nil
+	return fmt.Errorf("%s: %w", what, err)
+}
+
+// noErofsOn reports whether a filesystem is known not to carry images.
+func noErofsOn(magic int64) bool {
+	return magic == unix.TMPFS_MAGIC || magic == unix.RAMFS_MAGIC || magic == unix.OVERLAYFS_SUPER_MAGIC
 }
 
 // Overlay is an overlay filesystem to be mounted.
