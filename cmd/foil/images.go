@@ -34,7 +34,7 @@ Exit codes: 0; 1 no daemon answers.`,
 			})
 		},
 	}
-	rootFlag(cmd, &root)
+	clientRoot(cmd, &root)
 	jsonFlag(cmd, &asJSON)
 	return cmd
 }

@@ -34,7 +34,7 @@ Exit codes: 0; 1 no daemon answers, or runc does not.`,
 			})
 		},
 	}
-	rootFlag(cmd, &root)
+	clientRoot(cmd, &root)
 	jsonFlag(cmd, &asJSON)
 	cmd.Flags().BoolVarP(&all, "all", "a", false, "also those that do not run")
 	return cmd

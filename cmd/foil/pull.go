@@ -54,7 +54,8 @@ makes no sense; 130 interrupted (the pull goes on).`,
 			return errors.Join(err, out.close())
 		},
 	}
-	rootFlag(cmd, &root)
+	clientRoot(cmd, &root)
+	cmd.ValidArgsFunction = completeNames(&root, false)
 	f := cmd.Flags()
 	f.StringVar(&req.Platform, "platform", "", "`OS/ARCH[/VARIANT]` to choose from an index (default this host's)")
 	f.BoolVar(&req.PlainHTTP, "plain-http", false, "speak HTTP without TLS; loopback addresses always do")

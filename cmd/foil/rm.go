@@ -46,7 +46,8 @@ Exit codes: 0 everything named was removed; 1 something was not (the rest was).`
 			})
 		},
 	}
-	rootFlag(cmd, &root)
+	clientRoot(cmd, &root)
+	cmd.ValidArgsFunction = completeNames(&root, true)
 	cmd.Flags().BoolVarP(&force, "force", "f", false, "kill what runs; remove an image's containers too")
 	return cmd
 }

@@ -92,7 +92,8 @@ interrupted before the start. With --until: 0 if the event came.`,
 	cmd.SetFlagErrorFunc(func(_ *cobra.Command, err error) error {
 		return &exitError{launch.ExitFailed, fmt.Errorf("%w; foil run --help says more", err)}
 	})
-	rootFlag(cmd, &f.root)
+	clientRoot(cmd, &f.root)
+	cmd.ValidArgsFunction = completeNames(&f.root, false)
 	fs := cmd.Flags()
 	// What follows REF belongs to the container, with or without "--".
 	fs.SetInterspersed(false)

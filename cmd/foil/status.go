@@ -44,7 +44,7 @@ Exit codes: 0; 1 no daemon answers.`,
 			})
 		},
 	}
-	rootFlag(cmd, &root)
+	clientRoot(cmd, &root)
 	cmd.Flags().BoolVar(&asJSON, "json", false, "print the status as one JSON object a line")
 	cmd.Flags().BoolVarP(&watch, "watch", "w", false, "go on showing it, until interrupted")
 	cmd.Flags().DurationVar(&interval, "interval", 500*time.Millisecond, "time between two looks with --watch")

@@ -38,7 +38,8 @@ could not be verified; 2 the command line makes no sense.`,
 			})
 		},
 	}
-	rootFlag(cmd, &root)
+	clientRoot(cmd, &root)
+	cmd.ValidArgsFunction = completeNames(&root, false)
 	jsonFlag(cmd, &asJSON)
 	return cmd
 }

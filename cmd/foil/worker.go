@@ -17,18 +17,33 @@ import (
 	"hydrofoil.dev/foil/internal/worker/api"
 )
 
-// defaultRoot is the worker's root unless a flag says otherwise.
-func defaultRoot() string {
-	if root := os.Getenv("FOIL_ROOT"); root != "" {
-		return root
+// rootFlag adds --root. FOIL_ROOT stands for the flag: it wins over the
+// configuration file.
+func rootFlag(cmd *cobra.Command, root *string) {
+	cmd.Flags().StringVar(root, "root", api.DefaultRoot, "`DIR` of the worker; FOIL_ROOT in the environment sets it as well")
+	if env := os.Getenv("FOIL_ROOT"); env != "" {
+		*root = env
+		cmd.Flags().Lookup("root").Changed = true
 	}
-	return api.DefaultRoot
 }
 
-// rootFlag adds --root.
-func rootFlag(cmd *cobra.Command, root *string) {
-	cmd.Flags().StringVar(root, "root", defaultRoot(),
-		"`DIR` of the worker; FOIL_ROOT sets the default")
+// clientRoot adds --root to a command that talks to the daemon: unless it is
+// given, the daemon's section of the configuration file says where that is.
+func clientRoot(cmd *cobra.Command, root *string) {
+	rootFlag(cmd, root)
+	inner := cmd.RunE
+	cmd.RunE = func(cmd *cobra.Command, args []string) error {
+		if !cmd.Flags().Changed("root") {
+			tables, err := readConfig(cmd.Root(), defaultConfig, false)
+			if err != nil {
+				return err
+			}
+			if configured, ok := tables["node"]["root"]; ok {
+				*root = configured
+			}
+		}
+		return inner(cmd, args)
+	}
 }
 
 // jsonFlag adds --json to a command that lists things.
@@ -109,4 +124,31 @@ func localTime(t time.Time) string {
 		return "-"
 	}
 	return t.Local().Format("2006-01-02 15:04:05")
+}
+
+// completeNames makes the shell complete arguments with the names of images,
+// and of containers if wanted, that are on the worker.
+func completeNames(root *string, containers bool) cobra.CompletionFunc {
+	return func(cmd *cobra.Command, _ []string, _ string) ([]string, cobra.ShellCompDirective) {
+		c := api.Dial(*root)
+		defer c.Close()
+		ctx, cancel := context.WithTimeout(cmd.Context(), time.Second)
+		defer cancel()
+		var names []string
+		images, err := c.Images(ctx)
+		for _, img := range images {
+			names = append(names, img.Ref)
+		}
+		if containers && err == nil {
+			var list []api.Container
+			list, err = c.Containers(ctx)
+			for _, c := range list {
+				names = append(names, c.ID)
+			}
+		}
+		if err != nil {
+			return nil, cobra.ShellCompDirectiveError
+		}
+		return names, cobra.ShellCompDirectiveNoFileComp
+	}
 }
