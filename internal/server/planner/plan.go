@@ -1,0 +1,392 @@
+package planner
+
+import (
+	"bytes"
+	"cmp"
+	"fmt"
+	"math"
+	"slices"
+	"sort"
+
+	"hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/format/segment"
+)
+
+// Order says how soon each segment of a TOC is needed: its rank by number of
+// the segment, lower ranks first.
+type Order []uint32
+
+// Want is a rootfs that is asked for.
+type Want struct {
+	Index *Index
+	Order Order // nil: in the order of the TOC
+	// Header wants nothing of it, only its segments' numbers.
+	Header bool
+}
+
+// Plan is what a bundle's frames are made from.
+type Plan struct {
+	// Wire is what the worker is told.
+	Wire bundle.Plan
+	// Sources are the frames' origins, in the order of Wire.Frames.
+	Sources []Source
+}
+
+// Source is where one frame of a plan comes from: one frame of a pack as it is,
+// or what is picked from some.
+type Source struct {
+	// Parts are the stored frames; exactly one, with no picks, when it is sent
+	// as it is.
+	Parts []Part
+}
+
+// Whole reports whether the frame is sent as it is stored.
+func (s Source) Whole() bool { return s.Parts[0].Picks == nil }
+
+// Part is one stored frame.
+type Part struct {
+	Pack      string
+	Offset    int64
+	Length    uint32 // bytes, stored
+	RawLength uint32 // bytes, decoded
+	Picks     []Pick // in order; nil: all of it, as it is
+}
+
+// Pick is one segment inside a decoded frame.
+type Pick struct {
+	ID     segment.ID
+	From   uint32 // bytes from the start
+	Length uint32
+}
+
+// Difference finds what is missing. The use: NewDifference, Have for every
+// rootfs that the worker has, Plan.
+type Difference struct {
+	wants []*wanted
+	total uint32 // segments of all wants
+}
+
+type wanted struct {
+	Want
+	base   uint32
+	number []uint32 // by segment: the lowest number of an equal one in the stream
+	want   []bool   // by segment: to be sent; only the lowest of equal ones
+}
+
+// NewDifference starts with everything missing, but nothing twice.
+func NewDifference(wants []Want) (*Difference, error) {
+	d := &Difference{}
+	for i, w := range wants {
+		n := len(w.Index.segments)
+		if w.Order != nil && len(w.Order) != n {
+			return nil, fmt.Errorf("plan: the order has %d segments, TOC %s %d", len(w.Order), w.Index.toc, n)
+		}
+		if uint64(d.total)+uint64(n) > math.MaxUint32 {
+			return nil, fmt.Errorf("plan: more than %d segments in %d images", uint32(math.MaxUint32), len(wants))
+		}
+		k := &wanted{Want: w, base: d.total, number: make([]uint32, n), want: make([]bool, n)}
+		d.total += uint32(n)
+		x := w.Index
+		for a := 0; a < len(x.order); {
+			b := x.group(a)
+			for _, s := range x.order[a:b] {
+				k.number[s] = k.base + x.order[a]
+			}
+			k.want[x.order[a]] = !w.Header
+			a = b
+		}
+		for _, before := range d.wants[:i] {
+			intersect(x, before.Index, func(mine, theirs []uint32) {
+				for _, s := range mine {
+					k.number[s] = before.number[theirs[0]]
+					if !before.Header {
+						k.want[s] = false // it is sent for that image, or held
+					}
+				}
+			})
+		}
+		d.wants = append(d.wants, k)
+	}
+	return d, nil
+}
+
+// Have takes away what a rootfs of the worker holds: all of it, or the segments
+// whose bits are set in present (see bundle.Have).
+func (d *Difference) Have(x *Index, present []byte) {
+	here := func(s uint32) bool {
+		return present == nil || int(s/8) < len(present) && present[s/8]>>(s%8)&1 != 0
+	}
+	for _, k := range d.wants {
+		if k.Header {
+			continue
+		}
+		intersect(k.Index, x, func(mine, theirs []uint32) {
+			if slices.ContainsFunc(theirs, here) {
+				for _, s := range mine {
+					k.want[s] = false
+				}
+			}
+		})
+	}
+}
+
+// group returns the end of the run of equal IDs that starts at place a of order.
+func (x *Index) group(a int) int {
+	b := a + 1
+	for b < len(x.order) && x.prefix[b] == x.prefix[a] && x.segments[x.order[b]].ID == x.segments[x.order[a]].ID {
+		b++
+	}
+	return b
+}
+
+// intersect calls fn for each ID in both indices, with the numbers of its
+// segments in each, ascending.
+func intersect(x, y *Index, fn func(inX, inY []uint32)) {
+	a, b := 0, 0
+	for a < len(x.order) && b < len(y.order) {
+		if x.prefix[a] < y.prefix[b] {
+			a++
+			continue
+		}
+		if x.prefix[a] > y.prefix[b] {
+			b++
+			continue
+		}
+		switch bytes.Compare(x.segments[x.order[a]].ID[:], y.segments[y.order[b]].ID[:]) {
+		case -1:
+			a++
+		case 1:
+			b++
+		default:
+			endA, endB := x.group(a), y.group(b)
+			fn(x.order[a:endA], y.order[b:endB])
+			a, b = endA, endB
+		}
+	}
+}
+
+// candidate is a stored frame that holds something wanted.
+type candidate struct {
+	index   *Index
+	frame   uint32
+	rank    uint32
+	missing uint32 // bytes wanted
+	slots   uint32 // its first in Difference's tables by slot
+}
+
+type place struct {
+	pack   string
+	offset int64
+}
+
+const (
+	unknown = math.MaxUint32
+
+	// mergeWindow is how many bytes of whole frames may go between two picks
+	// that are put into one frame.
+	mergeWindow = 1 << 20
+)
+
+// Plan puts the frames that hold what is missing into order. A frame goes as it
+// is stored when at least half of its bytes are wanted and all of it belongs to
+// images of this request: a worker must not get what it did not ask for (it may
+// not be allowed to have it). Of other frames the wanted segments are picked
+// and put together into new ones.
+func (d *Difference) Plan() *Plan {
+	list, local := d.candidates()
+
+	// What each slot of those frames holds, as far as this request knows.
+	slots := uint32(0)
+	for i := range list {
+		list[i].slots = slots
+		slots += list[i].index.frames[list[i].frame].count
+	}
+	number := make([]uint32, slots)
+	for i := range number {
+		number[i] = unknown
+	}
+	want := make([]bool, slots)
+	for k, w := range d.wants {
+		for s, f := range w.Index.frameOf {
+			if f == noFrame || local[k][f] == unknown {
+				continue
+			}
+			at := list[local[k][f]].slots + w.Index.slotOf[s]
+			number[at] = w.number[s]
+			want[at] = want[at] || w.want[s]
+		}
+	}
+
+	sorted := make([]uint32, len(list))
+	for i := range sorted {
+		sorted[i] = uint32(i)
+	}
+	slices.SortFunc(sorted, func(a, b uint32) int {
+		return cmp.Or(cmp.Compare(list[a].rank, list[b].rank), cmp.Compare(a, b))
+	})
+
+	b := planBuilder{d: d, sent: make([]bool, d.total), list: make([]planned, 0, len(list)), parts: make([]Part, 0, len(list)), open: -1}
+	for _, i := range sorted {
+		c := &list[i]
+		f := &c.index.frames[c.frame]
+		b.add(c.index, f, number[c.slots:c.slots+f.count], want[c.slots:c.slots+f.count])
+	}
+	return b.finish()
+}
+
+// candidates lists the frames that hold something wanted, each once, and gives
+// for each want the place in the list of each frame of its index, or unknown.
+func (d *Difference) candidates() ([]candidate, [][]uint32) {
+	var list []candidate
+	local := make([][]uint32, len(d.wants))
+	known := map[place]uint32{}
+	for k, w := range d.wants {
+		x := w.Index
+		local[k] = make([]uint32, len(x.frames))
+		for f := range local[k] {
+			local[k][f] = unknown
+		}
+		if w.Header {
+			continue
+		}
+		for s, want := range w.want {
+			if !want {
+				continue
+			}
+			f := x.frameOf[s]
+			if local[k][f] == unknown {
+				at := uint32(len(list))
+				if len(d.wants) > 1 {
+					p := place{x.packs[x.frames[f].pack], x.frames[f].offset}
+					if before, ok := known[p]; ok {
+						at = before
+					} else {
+						known[p] = at
+					}
+				}
+				if at == uint32(len(list)) {
+					list = append(list, candidate{index: x, frame: f, rank: math.MaxUint32})
+				}
+				local[k][f] = at
+			}
+			rank := uint32(s)
+			if w.Order != nil {
+				rank = w.Order[s]
+			}
+			c := &list[local[k][f]]
+			c.rank = min(c.rank, rank)
+			c.missing += x.segments[s].Length
+		}
+	}
+	if len(d.wants) == 1 {
+		return list, local
+	}
+	// Other wants may know more of what is in those frames.
+	for k, w := range d.wants {
+		for f := range local[k] {
+			if local[k][f] == unknown {
+				if at, ok := known[place{w.Index.packs[w.Index.frames[f].pack], w.Index.frames[f].offset}]; ok {
+					local[k][f] = at
+				}
+			}
+		}
+	}
+	return list, local
+}
+
+// planBuilder puts frames together in their order.
+type planBuilder struct {
+	d     *Difference
+	sent  []bool // by number
+	list  []planned
+	parts []Part // room for the parts of whole frames
+
+	open  int // place in list of the frame of picks that is being filled, or -1
+	since uint64
+}
+
+type planned struct {
+	raw, max uint32
+	numbers  []uint32
+	parts    []Part
+}
+
+// add adds what is wanted of one stored frame. number and want are by segment
+// of the frame.
+func (b *planBuilder) add(x *Index, f *frame, number []uint32, want []bool) {
+	lengths := x.lengths[f.first : f.first+f.count]
+	part := Part{Pack: x.packs[f.pack], Offset: f.offset, Length: f.length, RawLength: f.raw}
+
+	whole, missing, marked := true, uint32(0), 0
+	for i, n := range number {
+		if whole = n != unknown && !b.sent[n]; !whole {
+			break
+		}
+		b.sent[n] = true
+		marked++
+		if want[i] {
+			missing += lengths[i]
+		}
+	}
+	if whole && 2*uint64(missing) >= uint64(f.raw) {
+		b.parts = append(b.parts, part)
+		n := len(b.parts)
+		b.list = append(b.list, planned{f.raw, f.length, number, b.parts[n-1 : n : n]})
+		b.since += uint64(f.length)
+		return
+	}
+	for _, n := range number[:marked] {
+		b.sent[n] = false
+	}
+
+	var numbers []uint32
+	from, raw := uint32(0), uint32(0)
+	for i, n := range number {
+		if want[i] && !b.sent[n] {
+			b.sent[n] = true
+			s := b.d.segment(n)
+			part.Picks = append(part.Picks, Pick{s, from, lengths[i]})
+			numbers = append(numbers, n)
+			raw += lengths[i]
+		}
+		from += lengths[i]
+	}
+	if raw == 0 {
+		return // sent with another frame
+	}
+	if b.open < 0 || b.list[b.open].raw+raw > segment.FrameTarget || b.since > mergeWindow {
+		b.open, b.since = len(b.list), 0
+		b.list = append(b.list, planned{})
+	}
+	p := &b.list[b.open]
+	p.raw += raw
+	p.max = uint32(segment.MaxEncoded(int(p.raw)))
+	p.numbers = append(p.numbers, numbers...)
+	p.parts = append(p.parts, part)
+}
+
+// segment returns the ID of the segment with number n.
+func (d *Difference) segment(n uint32) segment.ID {
+	k := sort.Search(len(d.wants), func(k int) bool { return d.wants[k].base > n }) - 1
+	return d.wants[k].Index.segments[n-d.wants[k].base].ID
+}
+
+func (b *planBuilder) finish() *Plan {
+	n := 0
+	for _, f := range b.list {
+		n += len(f.numbers)
+	}
+	p := &Plan{Sources: make([]Source, len(b.list))}
+	p.Wire.Frames, p.Wire.Segments = make([]bundle.PlanFrame, len(b.list)), make([]uint32, 0, n)
+	for i, f := range b.list {
+		p.Sources[i] = Source{f.parts}
+		p.Wire.Frames[i] = bundle.PlanFrame{
+			MaxLength: f.max, RawLength: f.raw,
+			First: uint32(len(p.Wire.Segments)), Segments: uint32(len(f.numbers)),
+		}
+		p.Wire.Segments = append(p.Wire.Segments, f.numbers...)
+		p.Wire.MaxBytes += bundle.SectionLength(int(f.max))
+		p.Wire.ContentBytes += int64(f.raw)
+	}
+	return p
+}
