@@ -111,6 +111,10 @@ const inFlight = 8 << 20
 // ErrStopped is returned, wrapped, by Wait after Stop.
 var ErrStopped = errors.New("stopped")
 
+// ErrUnreachable is returned, wrapped, by Wait when nothing arrived for
+// Options.GiveUp.
+var ErrUnreachable = errors.New("no success in reaching")
+
 // Pull is one pull that runs, or has ended.
 type Pull struct {
 	opts   Options
@@ -271,7 +275,7 @@ func (p *Pull) streams() error {
 			limit = p.opts.GiveUpUnopened
 		}
 		if now.Sub(last) >= limit {
-			return fmt.Errorf("no success in %v, try again when %s can be reached: %w", limit.Round(time.Second), p.opts.Client.Base(), err)
+			return fmt.Errorf("%w %s for %v, try again when it can be reached: %w", ErrUnreachable, p.opts.Client.Base(), limit.Round(time.Second), err)
 		}
 		p.resumes.Add(1)
 		p.log.Warn("stream broke, resuming", "error", err, "pause", pause)

@@ -1,0 +1,235 @@
+package node
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/opencontainers/go-digest"
+	"golang.org/x/sys/unix"
+
+	"hydrofoil.dev/foil/internal/kernel"
+	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/launch"
+	"hydrofoil.dev/foil/internal/worker/runner"
+)
+
+// A container is a directory <root>/containers/<ID>, which is its OCI bundle
+// directory as well:
+//
+//	container.json  its record; written last: a directory without one is a
+//	                leftover
+//	rootfs          where its filesystem is mounted: an overlay of
+//	upper, work     what it writes, on the mount of its image's rootfs
+//
+// The runner adds config.json and its own state.
+type container struct {
+	Version int `json:"version"`
+	api.Container
+	ChainID digest.Digest `json:"chain_id"`
+}
+
+const containerVersion = 1
+
+var containerID = regexp.MustCompile(`^[a-zA-Z0-9][a-zA-Z0-9_.-]{0,127}$`)
+
+// CreateContainer mounts a writable filesystem over an image for a container.
+func (n *Node) CreateContainer(ctx context.Context, req api.ContainerRequest) (_ *api.Container, err error) {
+	if !containerID.MatchString(req.ID) {
+		return nil, errorf(api.CodeInvalid, "container ID %q: use up to 128 letters, digits, '_', '.' and '-', a letter or digit first", req.ID)
+	}
+	name, err := api.NormalRef(req.Ref)
+	if err != nil {
+		return nil, err
+	}
+	dir := filepath.Join(n.opts.Root, "containers", req.ID)
+	n.mu.Lock()
+	img := n.images[name]
+	var r *rootfs
+	if img != nil {
+		r = n.rootfs[img.ChainID]
+	}
+	switch {
+	case n.containers[req.ID] != nil:
+		err = errorf(api.CodeConflict, "container %s exists: choose another name, or remove it with `foil rm %s`", req.ID, req.ID)
+	case img == nil:
+		err = errorf(api.CodeNotFound, "no image %s here: pull it with `foil pull %s`", name, name)
+	case r == nil || !r.mounted:
+		err = errorf(api.CodeNotFound, "image %s is not mounted: pull it again with `foil pull %s`", name, name)
+	case r.broken != nil:
+		err = errorf(api.CodeCorrupt, "image %s cannot be served: %w", name, r.broken)
+	}
+	if err != nil {
+		n.mu.Unlock()
+		return nil, err
+	}
+	c := &container{
+		Version: containerVersion,
+		Container: api.Container{
+			ID:      req.ID,
+			Ref:     name,
+			Digest:  img.Digest.String(),
+			Created: time.Now().UTC(),
+			Dir:     dir,
+			Rootfs:  filepath.Join(dir, "rootfs"),
+			Config:  json.RawMessage(img.Config),
+		},
+		ChainID: r.rec.ChainID,
+	}
+	n.containers[req.ID] = c // holds the image from here on
+	n.mu.Unlock()
+
+	defer func() {
+		if err != nil {
+			_ = n.clearContainer(dir)
+			n.mu.Lock()
+			delete(n.containers, req.ID)
+			n.mu.Unlock()
+		}
+	}()
+	for _, d := range []string{"rootfs", "upper", "work"} {
+		if err := os.MkdirAll(filepath.Join(dir, d), 0o711); err != nil {
+			return nil, err
+		}
+	}
+	// The upper directory becomes the container's root directory: it has to
+	// look like the image's.
+	if err := likeRoot(r.path("mnt"), filepath.Join(dir, "upper")); err != nil {
+		return nil, err
+	}
+	if err := n.mountContainer(c, r); err != nil {
+		return nil, err
+	}
+	b, err := json.Marshal(c)
+	if err != nil {
+		return nil, err
+	}
+	if err := writeFileAtomic(filepath.Join(dir, "container.json"), b); err != nil {
+		return nil, err
+	}
+	return &c.Container, nil
+}
+
+func (n *Node) mountContainer(c *container, r *rootfs) error {
+	err := kernel.MountOverlay(kernel.Overlay{
+		Lower:  []string{r.path("mnt")},
+		Upper:  filepath.Join(c.Dir, "upper"),
+		Work:   filepath.Join(c.Dir, "work"),
+		Target: c.Rootfs,
+	})
+	if err != nil {
+		return fmt.Errorf("mount the filesystem of container %s: %w", c.ID, err)
+	}
+	return nil
+}
+
+// likeRoot gives the directory upper the owner, mode and times of root.
+func likeRoot(root, upper string) error {
+	var st unix.Stat_t
+	if err := unix.Stat(root, &st); err != nil {
+		return fmt.Errorf("stat %s: %w", root, err)
+	}
+	if err := os.Chown(upper, int(st.Uid), int(st.Gid)); err != nil {
+		return err
+	}
+	if err := unix.Chmod(upper, st.Mode&0o7777); err != nil {
+		return fmt.Errorf("chmod %s: %w", upper, err)
+	}
+	return os.Chtimes(upper, time.Unix(st.Atim.Unix()), time.Unix(st.Mtim.Unix()))
+}
+
+// Containers lists what CreateContainer made, oldest first.
+func (n *Node) Containers(context.Context) ([]api.Container, error) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	list := make([]api.Container, 0, len(n.containers))
+	for _, c := range n.containers {
+		list = append(list, c.Container)
+	}
+	slices.SortFunc(list, func(a, b api.Container) int {
+		if c := a.Created.Compare(b.Created); c != 0 {
+			return c
+		}
+		return strings.Compare(a.ID, b.ID)
+	})
+	return list, nil
+}
+
+// RemoveContainer unmounts a container's filesystem and removes what it wrote.
+func (n *Node) RemoveContainer(ctx context.Context, id string) error {
+	n.mu.Lock()
+	c := n.containers[id]
+	n.mu.Unlock()
+	if c == nil {
+		return errorf(api.CodeNotFound, "no container %s: `foil ps -a` lists them", id)
+	}
+	runc := runner.Runner{StateRoot: launch.StateRoot(n.opts.Root)}
+	state, err := runc.State(ctx, id)
+	switch {
+	case errors.Is(err, runner.ErrNotFound): // prepared only, or ended
+	case err != nil:
+		return err
+	case state.Status != "stopped":
+		return errorf(api.CodeConflict, "container %s is running: stop it first, or remove it with `foil rm --force %s`", id, id)
+	}
+	if err := n.clearContainer(c.Dir); err != nil {
+		return err
+	}
+	n.mu.Lock()
+	delete(n.containers, id)
+	n.mu.Unlock()
+	n.collect()
+	return nil
+}
+
+// clearContainer removes a container's directory. The record goes first, so
+// that what a crash leaves is a leftover and not half a container.
+func (n *Node) clearContainer(dir string) error {
+	if err := os.Remove(filepath.Join(dir, "container.json")); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return err
+	}
+	err := kernel.Unmount(filepath.Join(dir, "rootfs"), false)
+	if err != nil && !errors.Is(err, unix.EINVAL) && !errors.Is(err, unix.ENOENT) { // EINVAL: not mounted
+		return err
+	}
+	return os.RemoveAll(dir)
+}
+
+// loadContainers reads the containers that an earlier daemon made.
+func (n *Node) loadContainers() error {
+	dir := filepath.Join(n.opts.Root, "containers")
+	names, err := os.ReadDir(dir)
+	if err != nil {
+		return err
+	}
+	for _, e := range names {
+		path := filepath.Join(dir, e.Name())
+		b, err := os.ReadFile(filepath.Join(path, "container.json"))
+		c := new(container)
+		if err == nil {
+			err = json.Unmarshal(b, c)
+		}
+		switch {
+		case errors.Is(err, os.ErrNotExist):
+			if err := n.clearContainer(path); err != nil {
+				n.warn("remove what is left of container %s: %v", e.Name(), err)
+			}
+			continue
+		case err == nil && c.Version != containerVersion:
+			err = fmt.Errorf("version %d, this foil reads %d", c.Version, containerVersion)
+		}
+		if err != nil {
+			n.warn("the record of container %s cannot be used: %v; it is left as it is in %s", e.Name(), err, path)
+			continue
+		}
+		n.containers[c.ID] = c
+	}
+	return nil
+}

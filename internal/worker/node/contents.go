@@ -1,0 +1,179 @@
+package node
+
+import (
+	"bytes"
+	"cmp"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+
+	"golang.org/x/sys/unix"
+
+	"hydrofoil.dev/foil/internal/format/segment"
+	"hydrofoil.dev/foil/internal/format/toc"
+	"hydrofoil.dev/foil/internal/worker/arena"
+)
+
+// The contents file of a rootfs lists what its own arena holds, sorted, so that
+// another image's pull finds in one merge what it can use in place. It is
+// derived from the TOC and the placement file, and is mapped, not read: a worker
+// with many images keeps none of this in its heap.
+//
+//	magic   8 bytes  "FOILCNT1"
+//	records 40 bytes each: ID (32), offset in the arena (8, little-endian)
+//
+// A record is a whole content or, with bit 63 of its offset set, one segment of
+// a content that has several. Records are sorted by ID, and a content before a
+// segment of the same ID. A file of another length or magic is made again.
+const contentsMagic = "FOILCNT1"
+
+const contentsRecord = 40
+
+// contents is a mapped contents file.
+type contents struct{ data []byte }
+
+// pieceBit marks the record of a segment that is not a whole content.
+const pieceBit = 1 << 63
+
+// writeContents lists what lies in the rootfs's own arena, laid out by l.
+func writeContents(path string, t *toc.TOC, l *arena.Layout) error {
+	type record struct {
+		id  *segment.ID
+		off uint64
+	}
+	recs := make([]record, 0, l.Segments())
+	for i := range t.Contents {
+		off, ok := l.Offset(i)
+		if !ok {
+			continue
+		}
+		c := &t.Contents[i]
+		recs = append(recs, record{&c.ID, uint64(off)})
+		if c.Segments == 1 {
+			continue
+		}
+		for k := c.First; k < c.First+c.Segments; k++ {
+			if s := &t.Segments[k]; !s.ID.IsHole() {
+				recs = append(recs, record{&s.ID, uint64(off+s.Offset) | pieceBit})
+			}
+		}
+	}
+	slices.SortFunc(recs, func(a, b record) int {
+		if c := bytes.Compare(a.id[:], b.id[:]); c != 0 {
+			return c
+		}
+		return cmp.Compare(a.off, b.off)
+	})
+	b := make([]byte, 0, len(contentsMagic)+len(recs)*contentsRecord)
+	b = append(b, contentsMagic...)
+	for _, r := range recs {
+		b = append(b, r.id[:]...)
+		b = binary.LittleEndian.AppendUint64(b, r.off)
+	}
+	return os.WriteFile(path, b, 0o600)
+}
+
+// openContents maps a contents file.
+func openContents(path string) (*contents, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	fi, err := f.Stat()
+	if err != nil {
+		return nil, err
+	}
+	n := fi.Size()
+	if n < int64(len(contentsMagic)) || (n-int64(len(contentsMagic)))%contentsRecord != 0 {
+		return nil, fmt.Errorf("contents file %s: %d bytes is no length it can have", path, n)
+	}
+	data, err := unix.Mmap(int(f.Fd()), 0, int(n), unix.PROT_READ, unix.MAP_SHARED)
+	if err != nil {
+		return nil, fmt.Errorf("map contents file %s: %w", path, err)
+	}
+	if string(data[:len(contentsMagic)]) != contentsMagic {
+		return nil, errors.Join(fmt.Errorf("contents file %s: not one of ours", path), unix.Munmap(data))
+	}
+	return &contents{data}, nil
+}
+
+func (c *contents) close() {
+	if c != nil && c.data != nil {
+		_ = unix.Munmap(c.data)
+		c.data = nil
+	}
+}
+
+func (c *contents) len() int { return (len(c.data) - len(contentsMagic)) / contentsRecord }
+
+func (c *contents) id(i int) []byte {
+	at := len(contentsMagic) + i*contentsRecord
+	return c.data[at : at+len(segment.ID{})]
+}
+
+func (c *contents) offset(i int) (off int64, piece bool) {
+	at := len(contentsMagic) + i*contentsRecord + len(segment.ID{})
+	v := binary.LittleEndian.Uint64(c.data[at:])
+	return int64(v &^ pieceBit), v&pieceBit != 0
+}
+
+// join calls fn for every ID wanted that this arena holds, once for each place
+// that holds it. want lists numbers sorted by the ID that id gives for them.
+func (c *contents) join(want []int32, id func(int32) *segment.ID, fn func(want int32, offset int64, piece bool)) {
+	at, n := 0, c.len()
+	for _, w := range want {
+		wid := id(w)
+		for at < n && bytes.Compare(c.id(at), wid[:]) < 0 {
+			at++
+		}
+		for k := at; k < n && bytes.Equal(c.id(k), wid[:]); k++ {
+			off, piece := c.offset(k)
+			fn(w, off, piece)
+		}
+	}
+}
+
+// sortByID sorts numbers by the ID that id gives for them.
+func sortByID(numbers []int32, id func(int32) *segment.ID) {
+	slices.SortFunc(numbers, func(a, b int32) int {
+		return bytes.Compare(id(a)[:], id(b)[:])
+	})
+}
+
+// writeFileAtomic makes path hold data, or what it held before, after a crash
+// at any instant.
+func writeFileAtomic(path string, data []byte) error {
+	f, err := os.CreateTemp(filepath.Dir(path), ".tmp-*")
+	if err != nil {
+		return err
+	}
+	defer func() { _ = os.Remove(f.Name()) }()
+	if _, err := f.Write(data); err != nil {
+		return errors.Join(fmt.Errorf("write %s: %w", path, err), f.Close())
+	}
+	if err := f.Sync(); err != nil {
+		return errors.Join(fmt.Errorf("write %s: %w", path, err), f.Close())
+	}
+	if err := f.Close(); err != nil {
+		return fmt.Errorf("write %s: %w", path, err)
+	}
+	if err := os.Rename(f.Name(), path); err != nil {
+		return err
+	}
+	return syncDir(filepath.Dir(path))
+}
+
+func syncDir(dir string) error {
+	d, err := os.Open(dir)
+	if err != nil {
+		return err
+	}
+	if err := d.Sync(); err != nil {
+		return errors.Join(fmt.Errorf("sync directory %s: %w", dir, err), d.Close())
+	}
+	return d.Close()
+}

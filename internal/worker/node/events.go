@@ -1,0 +1,90 @@
+package node
+
+import (
+	"context"
+	"time"
+
+	"hydrofoil.dev/foil/internal/worker/api"
+)
+
+// happened records one of a pull's milestones and wakes who follows it.
+// Milestones are kept: who joins late hears them all.
+func (p *pull) happened(kind api.EventKind, err error) {
+	ev := p.snapshot()
+	ev.Event = kind
+	if err != nil {
+		e := asError(err)
+		ev.Err, ev.Code = e.Message, e.Code
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.milestones = append(p.milestones, ev)
+	close(p.changed)
+	p.changed = make(chan struct{})
+	if kind == api.Complete || kind == api.Failed {
+		p.over = true
+	}
+}
+
+// snapshot is the pull as it stands now.
+func (p *pull) snapshot() api.Event {
+	p.mu.Lock()
+	f, digest := p.fetch, p.digest
+	p.mu.Unlock()
+	now := time.Now()
+	ev := api.Event{
+		Event:   api.Progress,
+		Ref:     p.ref.name,
+		Time:    now,
+		Elapsed: now.Sub(p.begun).Seconds(),
+		Digest:  digest,
+	}
+	if f != nil {
+		pr := f.Progress()
+		ev.BytesMoved, ev.BytesTotal = pr.Moved, pr.Total
+		ev.ContentHere, ev.ContentTotal = pr.ContentHere, pr.ContentTotal
+		ev.Waits, ev.Waited = pr.Waits, pr.Waited.Seconds()
+	}
+	return ev
+}
+
+// follow emits the pull's milestones, those before it came first, and progress
+// between them, until the named one, or the end of the pull.
+func (p *pull) follow(ctx context.Context, until api.EventKind, interval time.Duration, emit func(api.Event) error) error {
+	var tick <-chan time.Time
+	if interval > 0 {
+		t := time.NewTicker(max(interval, 20*time.Millisecond))
+		defer t.Stop()
+		tick = t.C
+	}
+	sent := 0
+	for {
+		p.mu.Lock()
+		news, over, changed := p.milestones[sent:], p.over, p.changed
+		p.mu.Unlock()
+		for _, ev := range news {
+			sent++
+			if err := emit(ev); err != nil {
+				return err
+			}
+			if ev.Event == until {
+				return nil
+			}
+		}
+		if over && len(news) == 0 {
+			return nil
+		}
+		if len(news) > 0 {
+			continue
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-changed:
+		case <-tick:
+			if err := emit(p.snapshot()); err != nil {
+				return err
+			}
+		}
+	}
+}

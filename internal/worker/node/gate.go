@@ -1,0 +1,81 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"hydrofoil.dev/foil/internal/worker/gate"
+	"hydrofoil.dev/foil/internal/worker/keeper"
+)
+
+// openGate connects to the keeper, or starts one, and takes over the gate that
+// an earlier daemon left with it, or makes a new one. It returns the
+// descriptors that the keeper held, by name.
+func (n *Node) openGate() (held map[string]*os.File, err error) {
+	ctx, cancel := context.WithTimeout(n.ctx, 30*time.Second)
+	defer cancel()
+	socket := filepath.Join(n.opts.Root, "run", "keeper.sock")
+	o := keeper.Options{Socket: socket, Logger: n.log}
+	if n.opts.Binary != "" {
+		o.Command = []string{n.opts.Binary, "keeper", "--socket", socket}
+	}
+	if n.keeper, err = keeper.Start(ctx, o); err != nil {
+		return nil, err
+	}
+	held = n.keeper.Held()
+	g := gate.Options{Keeper: n.keeper, Held: held, Logger: n.log}
+	n.gate, err = gate.Takeover(ctx, g)
+	if errors.Is(err, gate.ErrNoGate) {
+		n.gateLost = true
+		n.gate, err = gate.New(ctx, g)
+	}
+	return held, err
+}
+
+// dropLeft takes from the keeper what restore found no use for: arenas whose
+// rootfs was removed, or completed, just when the daemon died.
+func (n *Node) dropLeft(held map[string]*os.File) {
+	used := make(map[string]bool)
+	for _, r := range n.rootfs {
+		if r.arena != nil {
+			used[gate.KeptArena+r.name()] = true
+		}
+	}
+	for name, f := range held {
+		if !strings.HasPrefix(name, gate.KeptArena) || used[name] {
+			continue
+		}
+		if err := n.keeper.Drop(n.ctx, name); err != nil {
+			n.log.Warn("take a descriptor from the keeper", "name", name, "error", err)
+		}
+		_ = f.Close()
+	}
+}
+
+// closeGate stops answering. The keeper goes on holding the gate, unless
+// nothing is incomplete: then it ends.
+func (n *Node) closeGate(idle bool) error {
+	var errs []error
+	if n.gate != nil {
+		errs = append(errs, n.gate.Close())
+	}
+	if n.keeper == nil {
+		return errors.Join(errs...)
+	}
+	if !idle || n.gate == nil {
+		return errors.Join(append(errs, n.keeper.Close())...)
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
+	defer cancel()
+	for _, name := range []string{gate.KeptGroup, gate.KeptJournal} {
+		errs = append(errs, n.keeper.Drop(ctx, name))
+	}
+	if err := n.keeper.Stop(ctx); err != nil {
+		errs = append(errs, err, n.keeper.Close())
+	}
+	return errors.Join(errs...)
+}

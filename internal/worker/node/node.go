@@ -1,0 +1,282 @@
+// Package node is the worker's daemon: it pulls images as bundles, mounts them
+// before their contents have arrived, keeps them, and prepares the filesystems
+// of containers on them.
+//
+// # What is on the disk
+//
+//	<root>/lock            held by the one daemon of this root
+//	<root>/images/         one record for each reference (type image)
+//	<root>/rootfs/         one directory for each chain ID (type rootfs)
+//	<root>/containers/     one directory for each container (type container)
+//	<root>/run/            sockets, the daemon's log; of no use after a reboot
+//
+// # What is in memory
+//
+// Node holds the records, and for every rootfs that is incomplete its open
+// arena. A rootfs that is complete costs no descriptor and almost no heap: it is
+// mounted, and the daemon is out of its way.
+//
+// # After a crash
+//
+// Everything is found again from the disk, from the mounts that are there, and
+// from the descriptors in the keeper (package keeper): see restore.go.
+package node
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/opencontainers/go-digest"
+	"golang.org/x/sys/unix"
+
+	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/fetch"
+	"hydrofoil.dev/foil/internal/worker/gate"
+	"hydrofoil.dev/foil/internal/worker/keeper"
+)
+
+// Options configure a Node. Root is required.
+type Options struct {
+	// Root is the worker's directory. Its filesystem must allow fanotify
+	// pre-content marks (ext4, XFS and btrfs do, tmpfs and overlayfs do not).
+	Root string
+	// Binary is the foil program, started as keeper; the running program when
+	// empty.
+	Binary string
+	// GiveUp is how long a pull goes on trying while its server cannot be
+	// reached, before reads that wait for it fail; package fetch's default
+	// when 0.
+	GiveUp time.Duration
+	// Version is told to clients.
+	Version string
+	Logger  *slog.Logger
+}
+
+// Node is the daemon. It implements api.Service.
+type Node struct {
+	opts    Options
+	log     *slog.Logger
+	lock    *os.File
+	started time.Time
+	gate    *gate.Fanotify
+	keeper  *keeper.Client
+	// gateLost: there was no gate to take over when this daemon started.
+	gateLost bool
+
+	ctx  context.Context // ends when the node closes; pulls run under it
+	stop context.CancelFunc
+	work sync.WaitGroup // pulls and what they start
+
+	mu         sync.Mutex
+	closing    bool
+	images     map[string]*image // by reference
+	rootfs     map[digest.Digest]*rootfs
+	containers map[string]*container
+	pulls      map[string]*pull         // by reference; the last one of each
+	clients    map[string]*fetch.Client // by base URL
+	warnings   []string
+}
+
+var _ api.Service = (*Node)(nil)
+
+// New opens a worker's root and restores what is there: images, mounts, and
+// pulls that an earlier daemon did not finish. It needs root privileges.
+func New(opts Options) (_ *Node, err error) {
+	if opts.Root == "" {
+		return nil, errors.New("node: no root directory given")
+	}
+	if os.Geteuid() != 0 {
+		return nil, errorf(api.CodeUnauthorized, "the node daemon mounts filesystems and needs root: run it with sudo, or as a system service")
+	}
+	if opts.Root, err = filepath.Abs(opts.Root); err != nil {
+		return nil, err
+	}
+	if opts.Logger == nil {
+		opts.Logger = slog.Default()
+	}
+	for _, d := range []string{"", "images", "rootfs", "containers", "run"} {
+		if err := os.MkdirAll(filepath.Join(opts.Root, d), 0o711); err != nil {
+			return nil, err
+		}
+	}
+	n := &Node{
+		opts:       opts,
+		log:        opts.Logger,
+		started:    time.Now(),
+		rootfs:     make(map[digest.Digest]*rootfs),
+		containers: make(map[string]*container),
+		pulls:      make(map[string]*pull),
+		clients:    make(map[string]*fetch.Client),
+	}
+	n.ctx, n.stop = context.WithCancel(context.Background())
+	if n.lock, err = lockRoot(filepath.Join(opts.Root, "lock")); err != nil {
+		return nil, err
+	}
+	defer func() {
+		if err != nil {
+			_ = n.Close()
+		}
+	}()
+	if n.images, err = n.loadImages(); err != nil {
+		return nil, err
+	}
+	if err := n.loadContainers(); err != nil {
+		return nil, err
+	}
+	held, err := n.openGate()
+	if err != nil {
+		return nil, err
+	}
+	if err := n.restore(held); err != nil {
+		return nil, err
+	}
+	return n, nil
+}
+
+func lockRoot(path string) (*os.File, error) {
+	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o600)
+	if err != nil {
+		return nil, err
+	}
+	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		_ = f.Close()
+		return nil, errorf(api.CodeConflict, "another daemon uses %s (lock %s: %w): use its socket, or give this one another --root", filepath.Dir(path), path, err)
+	}
+	return f, nil
+}
+
+// Close ends the daemon's work and waits for it. Mounts stay, and so do the
+// gate and the arenas' descriptors, in the keeper: reads of what is absent wait
+// for the next daemon. When nothing is incomplete the keeper is told to end.
+func (n *Node) Close() error {
+	n.mu.Lock()
+	n.closing = true
+	n.mu.Unlock()
+	n.stop()
+	n.work.Wait()
+	var errs []error
+	idle := true
+	n.mu.Lock()
+	for _, r := range n.rootfs {
+		if r.arena != nil {
+			idle = false
+			errs = append(errs, r.arena.Sync(context.Background()))
+		}
+	}
+	n.mu.Unlock()
+	errs = append(errs, n.closeGate(idle))
+	n.mu.Lock()
+	for _, r := range n.rootfs {
+		if r.arena != nil {
+			errs = append(errs, r.arena.Close())
+		}
+		r.contents.close()
+	}
+	for _, c := range n.clients {
+		c.Close()
+	}
+	n.mu.Unlock()
+	if n.lock != nil {
+		errs = append(errs, n.lock.Close())
+	}
+	return errors.Join(errs...)
+}
+
+// client returns the one client of a server: one warm connection.
+func (n *Node) client(base string) (*fetch.Client, error) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if c := n.clients[base]; c != nil {
+		return c, nil
+	}
+	c, err := fetch.NewClient(fetch.ClientOptions{Base: base, Logger: n.log})
+	if err != nil {
+		return nil, err
+	}
+	n.clients[base] = c
+	return c, nil
+}
+
+// warn records what an operator should know; `foil status` shows it.
+func (n *Node) warn(format string, args ...any) {
+	msg := fmt.Sprintf(format, args...)
+	n.log.Warn(msg)
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.warnings = append(n.warnings, msg)
+}
+
+// Images lists what is here, by reference.
+func (n *Node) Images(context.Context) ([]api.Image, error) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	list := make([]api.Image, 0, len(n.images))
+	for _, img := range n.images {
+		v := api.Image{
+			Ref:     img.Ref,
+			Digest:  img.Digest.String(),
+			ChainID: img.ChainID.String(),
+			State:   "broken",
+			Why:     img.Why,
+			Created: img.Created,
+		}
+		if r := n.rootfs[img.ChainID]; r != nil {
+			v.Files = r.rec.Files
+			v.ContentTotal = r.rec.Contents
+			v.ContentHere = r.here()
+			switch {
+			case r.broken != nil:
+				v.Why = r.broken.Error()
+			case r.rec.Complete:
+				v.State = "complete"
+			case r.mounted:
+				v.State = "pulling"
+			}
+		}
+		list = append(list, v)
+	}
+	slices.SortFunc(list, func(a, b api.Image) int { return strings.Compare(a.Ref, b.Ref) })
+	return list, nil
+}
+
+// here returns how many bytes of contents are here. Called with Node.mu held.
+func (r *rootfs) here() int64 {
+	if r.arena == nil {
+		if r.rec.Complete {
+			return r.rec.Contents
+		}
+		return 0
+	}
+	return r.rec.Contents - (r.arena.Layout().ContentBytes() - r.arena.ContentHere())
+}
+
+// Status says what the daemon is doing.
+func (n *Node) Status(context.Context) (*api.Status, error) {
+	s := &api.Status{
+		Version: n.opts.Version,
+		PID:     os.Getpid(),
+		Started: n.started,
+		Gate:    "fanotify",
+		Keeper:  n.keeper.PID(),
+	}
+	n.mu.Lock()
+	s.Warnings = slices.Clone(n.warnings)
+	pulls := make([]*pull, 0, len(n.pulls))
+	for _, p := range n.pulls {
+		pulls = append(pulls, p)
+	}
+	n.mu.Unlock()
+	for _, p := range pulls {
+		s.Pulls = append(s.Pulls, p.status())
+	}
+	slices.SortFunc(s.Pulls, func(a, b api.PullStatus) int { return a.Time.Compare(b.Time) })
+	return s, nil
+}

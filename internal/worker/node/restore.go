@@ -1,0 +1,329 @@
+package node
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+
+	"github.com/opencontainers/go-digest"
+
+	"hydrofoil.dev/foil/internal/format/toc"
+	"hydrofoil.dev/foil/internal/kernel"
+	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/arena"
+	"hydrofoil.dev/foil/internal/worker/gate"
+)
+
+// restore finds again what an earlier daemon left, in this order, because each
+// step relies on the one before:
+//
+//  1. Records of rootfs. A directory without one is a leftover of a crash.
+//  2. Arenas that are incomplete: through the descriptor that the keeper holds,
+//     where there is one, since a new one would wait for itself. Each goes
+//     behind the gate.
+//  3. Mounts. Those that are there stay: containers use them. Those over
+//     incomplete arenas whose gate was lost (daemon and keeper died together)
+//     are taken away and made anew (invariant 3), and reported: what ran on
+//     them may have read zeros. After a reboot none is there and all are made.
+//  4. The gate answers again.
+//  5. Pulls go on, by digest: a tag may have moved.
+//
+// A rootfs that cannot be restored harms only itself.
+func (n *Node) restore(held map[string]*os.File) error {
+	mounts, err := kernel.Mounts(n.opts.Root)
+	if err != nil {
+		return err
+	}
+	mounted := make(map[string]bool)
+	for _, m := range mounts {
+		mounted[m.Target] = true
+	}
+	n.loadRootfs(mounted)
+	unmounted := make(map[digest.Digest]bool)
+	tocs := make(map[digest.Digest]*restored)
+	for chain, r := range n.rootfs {
+		r.mounted = mounted[r.path("mnt")]
+		if r.rec.Complete {
+			n.releaseLeft(r, held)
+			continue
+		}
+		if err := n.reopen(r, held, tocs); err != nil {
+			r.broken = err
+			n.warn("rootfs %s cannot be restored: %v", chain, err)
+			continue
+		}
+		if r.mounted && n.gateLost {
+			unmounted[chain] = true
+		}
+	}
+	n.checkLent()
+	n.dropLeft(held)
+	n.remount(unmounted, tocs)
+	if err := n.gate.Start(); err != nil {
+		return err
+	}
+	n.collect()
+	n.mu.Lock()
+	var again []*image
+	for _, img := range n.images {
+		if r := n.rootfs[img.ChainID]; r == nil || !r.rec.Complete || r.broken != nil {
+			again = append(again, img)
+		}
+	}
+	n.mu.Unlock()
+	for _, img := range again {
+		n.log.Info("going on with the pull of an image", "ref", img.Ref, "digest", img.Digest)
+		req := api.PullRequest{Ref: img.Ref, Platform: img.Platform, PlainHTTP: img.Plain}
+		if _, err := n.startPull(req, img.Digest); err != nil {
+			n.warn("go on with the pull of %s: %v", img.Ref, err)
+		}
+	}
+	return nil
+}
+
+// restored is what is read of an incomplete rootfs, for as long as it is needed.
+type restored struct {
+	toc   *toc.TOC
+	place placement
+}
+
+// loadRootfs reads the records, and removes leftovers.
+func (n *Node) loadRootfs(mounted map[string]bool) {
+	dir := filepath.Join(n.opts.Root, "rootfs")
+	names, err := os.ReadDir(dir)
+	if err != nil {
+		n.warn("list %s: %v", dir, err)
+		return
+	}
+	for _, e := range names {
+		r := &rootfs{dir: filepath.Join(dir, e.Name())}
+		err := r.load()
+		if err == nil && r.rec.ChainID.Encoded() != e.Name() {
+			err = fmt.Errorf("it is the record of %s", r.rec.ChainID)
+		}
+		if err == nil {
+			n.rootfs[r.rec.ChainID] = r
+			continue
+		}
+		if !errors.Is(err, os.ErrNotExist) {
+			n.warn("rootfs %s cannot be used and is removed: %v; pull its image again", e.Name(), err)
+		}
+		if mounted[r.path("mnt")] {
+			if err := kernel.Unmount(r.path("mnt"), true); err != nil {
+				n.warn("unmount what is left of a rootfs: %v", err)
+				continue
+			}
+		}
+		if err := os.RemoveAll(r.dir); err != nil {
+			n.warn("remove what is left of a rootfs: %v", err)
+		}
+	}
+}
+
+// load reads a rootfs's record, and maps its contents file.
+func (r *rootfs) load() error {
+	b, err := os.ReadFile(r.path("rootfs.json"))
+	if err != nil {
+		return err
+	}
+	if err := json.Unmarshal(b, &r.rec); err != nil {
+		return err
+	}
+	if r.rec.Version != rootfsVersion {
+		return fmt.Errorf("version %d, this foil reads %d", r.rec.Version, rootfsVersion)
+	}
+	if err := errors.Join(r.rec.ChainID.Validate(), r.rec.TOC.Validate()); err != nil {
+		return err
+	}
+	if r.contents, err = openContents(r.path("contents")); err == nil {
+		return nil
+	}
+	// It is derived: make it again.
+	t, err := r.loadTOC()
+	if err != nil {
+		return err
+	}
+	place, err := r.loadPlacement(t)
+	if err != nil {
+		return err
+	}
+	l, err := r.layout(t, place)
+	if err != nil {
+		return err
+	}
+	if err := writeContents(r.path("contents"), t, l); err != nil {
+		return err
+	}
+	r.contents, err = openContents(r.path("contents"))
+	return err
+}
+
+// reopen opens the arena of an incomplete rootfs and puts it behind the gate.
+func (n *Node) reopen(r *rootfs, held map[string]*os.File, tocs map[digest.Digest]*restored) error {
+	t, err := r.loadTOC()
+	if err != nil {
+		return err
+	}
+	place, err := r.loadPlacement(t)
+	if err != nil {
+		return err
+	}
+	tocs[r.rec.ChainID] = &restored{t, place}
+	r.setPresence(t, place)
+	if r.rec.own() < 0 {
+		return nil
+	}
+	l, err := r.layout(t, place)
+	if err != nil {
+		return err
+	}
+	var a *arena.Arena
+	if f := held[gate.KeptArena+r.name()]; f != nil {
+		a, err = arena.OpenFile(r.dir, f, l)
+	} else {
+		a, err = arena.Open(r.dir, l)
+	}
+	if err != nil {
+		return err
+	}
+	if why := a.Doubt(); why != "" {
+		n.warn("arena of rootfs %s: %s; what is missing is pulled again", r.rec.ChainID, why)
+	}
+	if err := n.gate.Guard(r.name(), a.File(), &backing{n: n, r: r, arena: a}); err != nil {
+		return errors.Join(err, a.Close())
+	}
+	r.arena = a
+	return nil
+}
+
+// releaseLeft finishes what finish had begun: the rootfs is complete and
+// recorded so, but its arena was still behind the gate when the daemon died.
+func (n *Node) releaseLeft(r *rootfs, held map[string]*os.File) {
+	name := r.name()
+	f := held[gate.KeptArena+name]
+	if f == nil {
+		return
+	}
+	err := n.gate.Guard(name, f, complete{})
+	if err == nil {
+		err = errors.Join(n.gate.Release(name), f.Close())
+	}
+	if err != nil {
+		n.warn("take the complete arena of rootfs %s from behind the gate: %v; reads of it go through the daemon until it is", r.rec.ChainID, err)
+	}
+}
+
+// checkLent finds rootfs that use contents in place which are not there any
+// more: a reboot took what was not durable from an arena that lends. Such a
+// rootfs is made anew. It is not mounted: a mount is proof that there was no
+// reboot.
+func (n *Node) checkLent() {
+	for chain, r := range n.rootfs {
+		if r.rec.Complete || r.mounted || r.broken != nil {
+			continue
+		}
+		why := ""
+		for _, c := range r.rec.Arenas {
+			other := n.rootfs[c]
+			if other == nil || other.broken != nil {
+				why = fmt.Sprintf("rootfs %s, which holds some of its contents, is gone", c)
+			} else if other != r && !other.rec.Complete {
+				why = fmt.Sprintf("rootfs %s, which holds some of its contents, was not complete", c)
+			}
+		}
+		if why == "" {
+			continue
+		}
+		n.log.Info("a rootfs is laid out anew", "rootfs", chain, "why", why)
+		delete(n.rootfs, chain)
+		n.discard(r)
+	}
+}
+
+// remount mounts what is not mounted, and mounts anew what lost its gate.
+func (n *Node) remount(lost map[digest.Digest]bool, tocs map[digest.Digest]*restored) {
+	for chain, r := range n.rootfs {
+		if r.broken != nil {
+			continue
+		}
+		if lost[chain] {
+			users := ""
+			for _, c := range n.containers {
+				if c.ChainID == chain {
+					users += " " + c.ID
+				}
+			}
+			if users != "" {
+				n.warn("the gate of rootfs %s was lost (daemon and keeper died together): containers on it may have read zeros for bytes that were absent; remove and start again:%s", chain, users)
+			}
+			if err := kernel.Unmount(r.path("mnt"), true); err != nil {
+				r.broken = err
+				n.warn("rootfs %s cannot be mounted again: %v", chain, err)
+				continue
+			}
+			r.mounted = false
+		}
+		if r.mounted {
+			continue
+		}
+		if err := n.mountAgain(r, tocs[chain]); err != nil {
+			r.broken = err
+			n.warn("rootfs %s cannot be mounted again: %v", chain, err)
+		}
+	}
+}
+
+// mountAgain mounts a rootfs from what is on the disk. The metadata image is
+// believed by its digest, or else written anew.
+func (n *Node) mountAgain(r *rootfs, have *restored) error {
+	got, err := fileSum(r.path("meta.erofs"))
+	if err != nil || got != r.rec.Meta {
+		if have == nil {
+			have = new(restored)
+			if have.toc, err = r.loadTOC(); err != nil {
+				return err
+			}
+			if have.place, err = r.loadPlacement(have.toc); err != nil {
+				return err
+			}
+		}
+		if got, err = n.writeMeta(r, have.toc, have.place); err != nil {
+			return err
+		}
+		if got != r.rec.Meta {
+			r.rec.Meta = got
+			if err := r.save(); err != nil {
+				return err
+			}
+		}
+	}
+	return n.mount(r)
+}
+
+// setPresence makes r able to say which of its TOC's segments are here: those
+// of its own arena that have arrived, and all that it uses in place.
+func (r *rootfs) setPresence(t *toc.TOC, place placement) {
+	own := r.rec.own()
+	lent := make([]byte, (len(t.Segments)+7)/8)
+	for i := range t.Contents {
+		if int(place[i]) == own {
+			continue
+		}
+		c := &t.Contents[i]
+		for s := c.First; s < c.First+c.Segments; s++ {
+			lent[s/8] |= 1 << (s % 8)
+		}
+	}
+	r.present = func() []byte {
+		if r.arena == nil {
+			return lent
+		}
+		b := r.arena.PresentBitmap()
+		for i := range b {
+			b[i] |= lent[i]
+		}
+		return b
+	}
+}

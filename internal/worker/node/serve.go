@@ -1,0 +1,49 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"net"
+	"net/http"
+	"os"
+	"time"
+
+	"hydrofoil.dev/foil/internal/worker/api"
+)
+
+// Serve answers the API on <root>/run/foil.sock until ctx ends. Pulls that run
+// when it ends are left where they are: the next daemon goes on with them.
+func (n *Node) Serve(ctx context.Context) error {
+	path := api.SocketPath(n.opts.Root)
+	// The lock on the root is held: a socket that is there is a dead daemon's.
+	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return err
+	}
+	l, err := net.Listen("unix", path)
+	if err != nil {
+		return err
+	}
+	if err := os.Chmod(path, 0o600); err != nil {
+		return errors.Join(err, l.Close())
+	}
+	srv := &http.Server{
+		Handler:           api.Handler(n),
+		ReadHeaderTimeout: 10 * time.Second,
+		BaseContext:       func(net.Listener) context.Context { return ctx },
+	}
+	done := make(chan error, 1)
+	go func() { done <- srv.Serve(l) }()
+	select {
+	case err := <-done:
+		return err
+	case <-ctx.Done():
+	}
+	// Event streams end with ctx; give them a moment to say so.
+	stop, cancel := context.WithTimeout(context.WithoutCancel(ctx), 2*time.Second)
+	defer cancel()
+	if err := srv.Shutdown(stop); err != nil {
+		_ = srv.Close()
+	}
+	<-done
+	return nil
+}

@@ -1,0 +1,216 @@
+package node
+
+import (
+	"bytes"
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+
+	"github.com/opencontainers/go-digest"
+
+	"hydrofoil.dev/foil/internal/format/segment"
+	"hydrofoil.dev/foil/internal/format/toc"
+	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/arena"
+)
+
+// Verify compares every local byte of an image with its digest: the TOC and
+// the metadata image, and of every content what is here, segment by segment.
+// Bytes that have not arrived are counted, and are no error.
+func (n *Node) Verify(ctx context.Context, name string, emit func(api.VerifyEvent) error) error {
+	r, release, err := n.lookup(name)
+	if err != nil {
+		return err
+	}
+	defer release()
+	t, err := r.loadTOC()
+	if err != nil {
+		return errorf(api.CodeCorrupt, "image %s: %w: remove it with `foil rm` and pull it again", name, err)
+	}
+	ev := api.VerifyEvent{Total: r.rec.Contents}
+	bad := func(what string) error {
+		ev.Bad = what
+		err := emit(ev)
+		ev.Bad = ""
+		return err
+	}
+	if r.rec.Meta != "" {
+		got, err := fileSum(r.path("meta.erofs"))
+		if err != nil {
+			return err
+		}
+		if got != r.rec.Meta {
+			if err := bad("(metadata image)"); err != nil {
+				return err
+			}
+		}
+	}
+	place, err := r.loadPlacement(t)
+	if err != nil {
+		return err
+	}
+	v := verifier{n: n, t: t, ev: &ev, emit: emit, buf: make([]byte, segment.MaxLength)}
+	for i, chain := range r.rec.Arenas {
+		if err := v.arena(ctx, chain, func(yield func(int32)) {
+			for c, d := range place {
+				if int(d) == i {
+					yield(int32(c))
+				}
+			}
+		}); err != nil {
+			return err
+		}
+	}
+	for _, c := range v.bad {
+		if err := bad(v.paths()[c]); err != nil {
+			return err
+		}
+	}
+	ev.Done = true
+	return emit(ev)
+}
+
+type verifier struct {
+	n     *Node
+	t     *toc.TOC
+	ev    *api.VerifyEvent
+	emit  func(api.VerifyEvent) error
+	buf   []byte
+	bad   []int32
+	named map[int32]string
+	since int64 // bytes since the last event
+}
+
+// arena verifies the contents that lie in the arena of one rootfs.
+func (v *verifier) arena(ctx context.Context, chain digest.Digest, contents func(func(int32))) error {
+	v.n.mu.Lock()
+	r := v.n.rootfs[chain]
+	v.n.mu.Unlock()
+	if r == nil {
+		return errorf(api.CodeCorrupt, "the arena of rootfs %s is gone: remove the image with `foil rm` and pull it again", chain)
+	}
+	// A complete arena is read as any file is. One that is not is read through
+	// the descriptor that the gate leaves alone.
+	v.n.mu.Lock()
+	a := r.arena
+	v.n.mu.Unlock()
+	var file io.ReaderAt
+	present := func(off, n int64) bool { return true }
+	if a != nil {
+		file, present = a.File(), a.Present
+	} else {
+		f, err := os.Open(r.path("arena"))
+		if err != nil {
+			return err
+		}
+		defer f.Close()
+		file = f
+	}
+	var here []int32
+	contents(func(c int32) { here = append(here, c) })
+	id := func(c int32) *segment.ID { return &v.t.Contents[c].ID }
+	sortByID(here, id)
+	var failed error
+	r.contents.join(here, id, func(c int32, off int64, piece bool) {
+		if piece || failed != nil {
+			return
+		}
+		if failed = ctx.Err(); failed == nil {
+			failed = v.content(file, c, off, present)
+		}
+	})
+	return failed
+}
+
+// content verifies one content at its place.
+func (v *verifier) content(file io.ReaderAt, c int32, at int64, present func(off, n int64) bool) error {
+	content := &v.t.Contents[c]
+	ok := true
+	for _, s := range v.t.Segments[content.First : content.First+content.Segments] {
+		off := at + s.Offset
+		if !present(off, int64(s.Length)) {
+			v.ev.Absent += int64(s.Length)
+			continue
+		}
+		b := v.buf[:s.Length]
+		if _, err := file.ReadAt(b, off); err != nil {
+			return fmt.Errorf("read %s: %w", v.paths()[c], err)
+		}
+		v.ev.Checked += int64(s.Length)
+		v.since += int64(s.Length)
+		if s.ID.IsHole() {
+			ok = ok && len(bytes.Trim(b, "\x00")) == 0
+		} else {
+			ok = ok && segment.Sum(b) == s.ID
+		}
+	}
+	if !ok {
+		v.bad = append(v.bad, c)
+	}
+	if v.since >= 32<<20 {
+		v.since = 0
+		return v.emit(*v.ev)
+	}
+	return nil
+}
+
+// paths names each content by the first path that has it.
+func (v *verifier) paths() map[int32]string {
+	if v.named == nil {
+		v.named = make(map[int32]string)
+		v.t.Walk(func(path string, inode int) {
+			c := v.t.Inodes[inode].Content
+			if _, ok := v.named[c]; !ok && c >= 0 {
+				v.named[c] = path
+			}
+		})
+	}
+	return v.named
+}
+
+// loadTOC reads and verifies a rootfs's TOC.
+func (r *rootfs) loadTOC() (*toc.TOC, error) {
+	b, err := os.ReadFile(r.path("toc"))
+	if err != nil {
+		return nil, err
+	}
+	if got := digest.FromBytes(b); got != r.rec.TOC {
+		return nil, fmt.Errorf("TOC of rootfs %s has digest %s, not %s: the file was damaged", r.rec.ChainID, got, r.rec.TOC)
+	}
+	return toc.Decode(b)
+}
+
+// loadPlacement reads and verifies where a rootfs's contents lie.
+func (r *rootfs) loadPlacement(t *toc.TOC) (placement, error) {
+	b, err := os.ReadFile(r.path("placement"))
+	if err != nil {
+		return nil, err
+	}
+	if sum(b) != r.rec.Placement {
+		return nil, fmt.Errorf("placement of rootfs %s: the file was damaged", r.rec.ChainID)
+	}
+	return decodePlacement(b, t, len(r.rec.Arenas))
+}
+
+// layout returns the layout of the rootfs's own arena.
+func (r *rootfs) layout(t *toc.TOC, place placement) (*arena.Layout, error) {
+	own := r.rec.own()
+	return arena.NewLayout(t, func(c int) bool { return own >= 0 && int(place[c]) == own })
+}
+
+func fileSum(path string) (string, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return "", err
+	}
+	defer f.Close()
+	h := sha256.New()
+	if _, err := io.Copy(h, f); err != nil {
+		return "", errors.Join(fmt.Errorf("read %s: %w", path, err))
+	}
+	return hex.EncodeToString(h.Sum(nil)), nil
+}
