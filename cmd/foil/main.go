@@ -52,8 +52,10 @@ It is one program with three faces:
 	root.CompletionOptions.HiddenDefaultCmd = true
 	root.AddCommand(
 		newConfigCommand(),
+		newDoctorCommand(),
 		newImagesCommand(),
 		newKeeperCommand(),
+		newNodeCommand(),
 		newPsCommand(),
 		newPullCommand(),
 		newRmCommand(),

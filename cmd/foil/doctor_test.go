@@ -1,0 +1,61 @@
+package main
+
+import (
+	"bytes"
+	"flag"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+
+	"hydrofoil.dev/foil/internal/kernel"
+)
+
+var update = flag.Bool("update", false, "write the golden files anew")
+
+// golden compares got with testdata/NAME.
+func golden(t *testing.T, name string, got []byte) {
+	t.Helper()
+	path := filepath.Join("testdata", name)
+	if *update {
+		if err := os.WriteFile(path, got, 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	want, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if diff := cmp.Diff(string(want), string(got)); diff != "" {
+		t.Errorf("%s (-update writes it anew):\n%s", path, diff)
+	}
+}
+
+func TestDoctor(t *testing.T) {
+	good := []kernel.Feature{
+		{Name: "kernel", Have: true, Detail: "Linux 6.18.5 x86_64"},
+		{Name: kernel.FeatureErofs, Have: true, Need: true, Min: "Linux 6.12"},
+		{Name: "open files", Detail: "limit 1024, 16384 wanted", Fix: "raise the limit"},
+	}
+	old := append([]kernel.Feature{}, good...)
+	old[0].Detail = "Linux 6.1.0 x86_64"
+	old[1] = kernel.Feature{Name: kernel.FeatureErofs, Need: true, Min: "Linux 6.12", Detail: "mount: block device required", Fix: "use Linux 6.12 or newer"}
+	for _, test := range []struct {
+		golden   string
+		features []kernel.Feature
+		json     bool
+		fails    bool
+	}{
+		{"doctor-good.txt", good, false, false},
+		{"doctor-old.txt", old, false, true},
+		{"doctor-old.jsonl", old, true, true},
+	} {
+		var b bytes.Buffer
+		err := printDoctor(&b, "/var/lib/foil", test.features, test.json)
+		if (err != nil) != test.fails {
+			t.Errorf("%s: error %v", test.golden, err)
+		}
+		golden(t, test.golden, b.Bytes())
+	}
+}
