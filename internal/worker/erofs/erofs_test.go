@@ -9,6 +9,7 @@ import (
 
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/format/toc"
+	"hydrofoil.dev/foil/internal/format/toc/toctest"
 )
 
 // anywhere places contents one after the other on one device.
@@ -139,9 +140,9 @@ func (f *failing) Write(p []byte) (int, error) {
 }
 
 func TestWriteReportsErrors(t *testing.T) {
-	b := build(synthetic(20_000, 1))
+	table := toctest.Synthetic(20_000, 1)
 	for _, left := range []int{0, bufferSize, 3 * bufferSize} {
-		if err := Write(&failing{left}, b.toc, anywhere(b.toc)); !errors.Is(err, errFull) {
+		if err := Write(&failing{left}, table, anywhere(table)); !errors.Is(err, errFull) {
 			t.Errorf("after %d bytes: got %v", left, err)
 		}
 	}
@@ -177,7 +178,7 @@ func TestChunkBits(t *testing.T) {
 }
 
 func BenchmarkWrite(b *testing.B) {
-	t := build(synthetic(84_000, 1)).toc
+	t := toctest.Synthetic(84_000, 1)
 	o := anywhere(t)
 	var size countWriter
 	b.ReportAllocs()

@@ -5,9 +5,7 @@ import (
 	"crypto/sha256"
 	"encoding/binary"
 	"fmt"
-	"math/rand/v2"
 	"slices"
-	"strings"
 
 	"github.com/opencontainers/go-digest"
 
@@ -125,38 +123,4 @@ func build(root *node) built {
 		}
 	}
 	return out
-}
-
-// synthetic makes a tree of about files files that looks like an image: some
-// ten files a directory, many small, some names with two links, few xattrs.
-func synthetic(files int, seed uint64) *node {
-	r := rand.New(rand.NewPCG(seed, 1))
-	root := newDir(0o755)
-	dirs := []*node{root}
-	var last *node
-	for i := range files {
-		d := dirs[r.IntN(len(dirs))]
-		var n *node
-		switch k := r.IntN(100); {
-		case k < 10:
-			n = newDir(0o755)
-			dirs = append(dirs, n)
-		case k < 18:
-			n = newSymlink("../" + strings.Repeat("x", r.IntN(40)) + "/target")
-		case k < 20 && last != nil:
-			n = last
-		default:
-			n = newFile(0o644, nil)
-			// As many distinct contents as files; the bytes are never read.
-			n.data = binary.AppendUvarint(nil, uint64(i))
-			n.inode.Size = int64(len(n.data))
-			last = n
-		}
-		n.inode.Mtime, n.inode.MtimeNsec = 1_700_000_000+int64(i), uint32(r.IntN(1e9))
-		if k := r.IntN(1000); k == 0 {
-			n.xattrs = []toc.Xattr{{Name: "security.capability", Value: make([]byte, 20)}}
-		}
-		d.children[fmt.Sprintf("file-%d.%s", i, strings.Repeat("n", r.IntN(20)))] = n
-	}
-	return root
 }

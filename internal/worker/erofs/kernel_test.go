@@ -16,6 +16,7 @@ import (
 	"pgregory.net/rapid"
 
 	"hydrofoil.dev/foil/internal/format/toc"
+	"hydrofoil.dev/foil/internal/format/toc/toctest"
 	"hydrofoil.dev/foil/internal/fstest"
 	"hydrofoil.dev/foil/internal/kernel"
 )
@@ -119,7 +120,12 @@ func needMount(tb testing.TB) {
 }
 
 // expect is the tree that a mount of b must show.
-func expect(b built) fstest.Tree {
+func expect(b built) fstest.Tree { return expected(b, true) }
+
+// expectNoContent is expect for a TOC without the bytes of its contents.
+func expectNoContent(b built) fstest.Tree { return expected(b, false) }
+
+func expected(b built, content bool) fstest.Tree {
 	tree := fstest.Tree{}
 	names := map[uint32][]string{}
 	var walk func(path string, i uint32)
@@ -141,6 +147,9 @@ func expect(b built) fstest.Tree {
 		case typeChar, typeBlock:
 			n.Major, n.Minor = in.Major, in.Minor
 		case typeRegular:
+			if !content {
+				break
+			}
 			data := make([]byte, in.Size)
 			if in.Content >= 0 {
 				copy(data, b.data[int(in.Content)])
@@ -211,6 +220,9 @@ func checkNlinks(t fataler, b built, target string) {
 	walk(target, 0)
 }
 
+// capability is a value of security.capability that the kernel accepts.
+var capability = []byte("\x01\x00\x00\x02\x00\x04\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00")
+
 // awkward has one of everything that is near an edge of the format.
 func awkward() *node {
 	root := newDir(0o755)
@@ -267,7 +279,7 @@ func awkward() *node {
 	for i := range 5 {
 		f := add(fmt.Sprintf("capable %d", i), newFile(0o755, fmt.Appendf(nil, "program %d", i)))
 		f.xattrs = []toc.Xattr{
-			{Name: "security.capability", Value: []byte("\x01\x00\x00\x02\x00\x04\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00")},
+			{Name: "security.capability", Value: capability},
 			{Name: "trusted.shared", Value: bytes.Repeat([]byte("shared "), 20)},
 			{Name: "user.own", Value: fmt.Appendf(nil, "%d", i)},
 			{Name: "com.apple.provenance", Value: []byte("has no namespace")},
@@ -327,6 +339,39 @@ func TestKernelShowsTOC(t *testing.T) {
 		root.children["etc"].children["empty"] = newFile(0o644, nil)
 		b := build(root)
 		checkMounted(t, b, writeImage(t, t.TempDir(), b.toc, Options{}), nil)
+	})
+}
+
+// An image of the size that the benchmarks measure: metadata only.
+func TestKernelShowsManyFiles(t *testing.T) {
+	needMount(t)
+	b := built{toc: toctest.Synthetic(84_000, 1)}
+	for _, set := range b.toc.Xattrs {
+		for i := range set {
+			if set[i].Name == "security.capability" {
+				set[i].Value = capability // the kernel shows no other bytes
+			}
+		}
+	}
+	dir := t.TempDir()
+	o := anywhere(b.toc)
+	image := writeImage(t, dir, b.toc, o)
+	arena := filepath.Join(dir, "arena")
+	if err := os.WriteFile(arena, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Truncate(arena, int64(o.Devices[0].Blocks)*BlockSize); err != nil {
+		t.Fatal(err)
+	}
+	mounted(t, image, []string{arena}, func(target string) {
+		got, err := fstest.Options{NoContent: true}.Snapshot(target)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if d := fstest.Diff(expectNoContent(b), got); d != "" {
+			t.Fatalf("the TOC and its mount differ:\n%s", d)
+		}
+		checkNlinks(t, b, target)
 	})
 }
 
