@@ -3,43 +3,69 @@ package main
 import (
 	"errors"
 	"log/slog"
+	"os"
 	"time"
 
 	"github.com/spf13/cobra"
 
+	"hydrofoil.dev/foil/internal/worker/api"
 	"hydrofoil.dev/foil/internal/worker/node"
 )
 
 func newNodeCommand() *cobra.Command {
 	var opts node.Options
 	var level slog.Level
+	var format string
 	cmd := &cobra.Command{
-		Use:   "node",
-		Short: "Run the worker's daemon",
-		Long: `Runs the daemon of a worker, which pulls images as bundles, mounts them before
-their contents have arrived and makes reads of what is absent wait. The other
-commands talk to it over a Unix socket below its directory; foil run and foil
-pull start it when none runs.
+		Use:   "node [flags]",
+		Short: "Run the worker daemon",
+		Long: `node is the daemon of a worker: it pulls images, mounts them before their bytes
+have arrived, holds back reads of bytes that are not here yet, and prepares the
+filesystems of containers. It answers the other commands on DIR/run/foil.sock.
 
-An interrupt or SIGTERM ends it. Containers go on; reads of what has not
-arrived wait until the next daemon, which goes on with the pulls. So it does
-after a crash, and after a reboot with what had reached the disk.`,
+Everything it keeps is below --root, which must be on ext4, XFS or btrfs. It
+needs root. "foil doctor" says whether this host can do what it takes.
+
+foil pull and foil run start a daemon when none runs. For one that is there from
+boot to shutdown, run it as a system service.
+
+An interrupt or SIGTERM ends it. Containers go on: a small process, the keeper,
+makes their reads wait until a daemon runs again, which then goes on with the
+pulls that were under way.
+
+Exit codes: 0 it was told to end; 1 an error, in the log as well.`,
 		Example: `  foil node
-  foil node --root /srv/foil --give-up 10m`,
+  foil node --root /srv/foil --log-format json
+  foil node --config site.toml`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			opts.Logger = slog.New(slog.NewTextHandler(cmd.ErrOrStderr(), &slog.HandlerOptions{Level: level}))
+			handler := &slog.HandlerOptions{Level: level}
+			switch format {
+			case "text":
+				opts.Logger = slog.New(slog.NewTextHandler(cmd.ErrOrStderr(), handler))
+			case "json":
+				opts.Logger = slog.New(slog.NewJSONHandler(cmd.ErrOrStderr(), handler))
+			default:
+				return usagef("--log-format %s: say text or json", format)
+			}
+			if err := needRoot(os.Geteuid(), "foil node"); err != nil {
+				return err
+			}
 			opts.Version = version()
 			n, err := node.New(opts)
 			if err != nil {
-				return err
+				return advise(opts.Root, err)
 			}
-			return errors.Join(n.Serve(cmd.Context()), n.Close())
+			opts.Logger.Info("ready", "root", opts.Root, "socket", api.SocketPath(opts.Root), "version", opts.Version)
+			err = n.Serve(cmd.Context())
+			opts.Logger.Info("ending")
+			return errors.Join(err, n.Close())
 		},
 	}
 	flags := cmd.Flags()
 	rootFlag(cmd, &opts.Root)
-	flags.DurationVar(&opts.GiveUp, "give-up", 5*time.Minute, "how long a pull tries to reach a server that is gone before reads that wait for it fail")
+	flags.DurationVar(&opts.GiveUp, "give-up", 5*time.Minute, "how long to go on trying when a server cannot be reached, before reads that wait for it fail")
+	flags.StringVar(&format, "log-format", "text", "`FORMAT` of the log: text or json")
 	flags.TextVar(&level, "log-level", slog.LevelInfo, "least `LEVEL` to log: debug, info, warn or error")
 	configurable(cmd)
 	return cmd

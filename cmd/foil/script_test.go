@@ -32,7 +32,9 @@ func TestScript(t *testing.T) {
 		Setup: func(env *testscript.Env) error {
 			env.Setenv("FOIL_ROOT", filepath.Join(env.WorkDir, "root"))
 			env.Setenv("TZ", "UTC")
-			return nil
+			examples, err := filepath.Abs(filepath.Join("..", "..", "examples"))
+			env.Setenv("EXAMPLES", examples)
+			return err
 		},
 		Condition: func(cond string) (bool, error) {
 			if cond == "root" {
