@@ -4,7 +4,7 @@
 GO      ?= go
 CACHE   := $(CURDIR)/.cache
 VERSION := $(shell git describe --tags --always --dirty 2>/dev/null || echo unknown)
-LDFLAGS := -s -w -X main.version=$(VERSION)
+LDFLAGS := -s -w -X main.release=$(VERSION)
 
 # Two packages at a time: kernel tests mount, wait and sleep, so that more
 # would not be quicker on small machines, and would disturb each other.

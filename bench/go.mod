@@ -3,19 +3,24 @@ module hydrofoil.dev/foil/bench
 go 1.26.6
 
 require (
+	github.com/google/go-cmp v0.7.0
+	github.com/klauspost/compress v1.20.3
+	github.com/opencontainers/go-digest v1.0.0
+	github.com/opencontainers/image-spec v1.1.1
+	github.com/pelletier/go-toml/v2 v2.4.3
 	github.com/spf13/cobra v1.10.2
 	golang.org/x/sys v0.49.0
 	hydrofoil.dev/foil v0.0.0
+	pgregory.net/rapid v1.3.0
 )
 
 require (
-	github.com/google/go-cmp v0.7.0 // indirect
+	github.com/distribution/reference v0.6.0 // indirect
 	github.com/inconshreveable/mousetrap v1.1.0 // indirect
-	github.com/opencontainers/go-digest v1.0.0 // indirect
-	github.com/opencontainers/image-spec v1.1.1 // indirect
-	github.com/pelletier/go-toml/v2 v2.4.3 // indirect
+	github.com/moby/sys/user v0.5.0 // indirect
+	github.com/opencontainers/runtime-spec v1.3.0 // indirect
 	github.com/spf13/pflag v1.0.9 // indirect
-	pgregory.net/rapid v1.3.0 // indirect
+	golang.org/x/term v0.47.0 // indirect
 )
 
 replace hydrofoil.dev/foil => ../

@@ -22,7 +22,7 @@ func main() {
 		SilenceUsage:  true,
 		SilenceErrors: true,
 	}
-	root.AddCommand(linkCommand(), imagesCommand())
+	root.AddCommand(linkCommand(), imagesCommand(), demoCommand())
 	err := root.ExecuteContext(ctx)
 	stop()
 	var exit *exec.ExitError

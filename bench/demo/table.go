@@ -1,0 +1,61 @@
+package demo
+
+import (
+	"fmt"
+	"strings"
+	"text/tabwriter"
+	"time"
+)
+
+// table is the result of the demonstration.
+type table struct {
+	rtt   time.Duration
+	rate  int64
+	ready string
+	rows  []comparison
+}
+
+// comparison is one image at one time: fresh, or as an update.
+type comparison struct {
+	name    string
+	layers  int64    // compressed bytes of all layers
+	results []result // of the full pull, then of foil run
+	warm    time.Duration
+	startup startup
+}
+
+// floor is T*: see the package comment.
+func (c comparison) floor(rtt time.Duration, rate int64) time.Duration {
+	t := c.warm + rtt
+	if rate > 0 {
+		t += time.Duration(float64(c.startup.compressed) * 8e9 / float64(rate))
+	}
+	return t
+}
+
+func (t table) String() string {
+	var b strings.Builder
+	fmt.Fprintf(&b, "\n%g Mbit/s, %v round trip, until %s\n\n", float64(t.rate)/1e6, t.rtt, t.ready)
+	w := tabwriter.NewWriter(&b, 0, 0, 3, ' ', tabwriter.AlignRight)
+	fmt.Fprintln(w, "\t\ttime to ready\tmoved when ready\tmoved in all\tagainst floor\t")
+	for _, c := range t.rows {
+		floor := c.floor(t.rtt, t.rate)
+		for i, who := range []string{"containerd, full pull", "foil run"} {
+			r := c.results[i]
+			fmt.Fprintf(w, "%s\t%s\t%.2f s\t%.2f MB\t%.2f MB\t%.1f\t\n", c.name, who,
+				r.time.Seconds(), mb(r.atReady), mb(r.moved), r.time.Seconds()/floor.Seconds())
+		}
+		fmt.Fprintf(w, "%s\tfloor T*\t%.2f s\t%.2f MB\t\t1.0\t\n", c.name, floor.Seconds(), mb(c.startup.compressed))
+	}
+	w.Flush()
+	b.WriteString("\n")
+	for _, c := range t.rows {
+		full, foil := c.results[0], c.results[1]
+		fmt.Fprintf(&b, "%s: %.1f times as fast; %.0f%% of the bytes in all (layers: %.1f MB); %d reads waited %.2f s in sum\n",
+			c.name, full.time.Seconds()/foil.time.Seconds(), 100*float64(foil.moved)/float64(full.moved), mb(c.layers),
+			foil.waits, foil.waited.Seconds())
+		fmt.Fprintf(&b, "  T*: warm start %.2f s, a round trip, and %.2f MB touched before ready (%.2f MB new, compressed)\n",
+			c.warm.Seconds(), mb(c.startup.touched), mb(c.startup.compressed))
+	}
+	return b.String()
+}
