@@ -255,7 +255,7 @@ func TestRebuildAndOrphans(t *testing.T) {
 	// A process that dies between commit and publication.
 	lost := s.NewWriter(ctx, Options{})
 	add(t, lost, ids[600:], bodies[600:])
-	if err := lost.finish(); err != nil {
+	if err := lost.Finish(); err != nil {
 		t.Fatal(err)
 	}
 	var orphans []string

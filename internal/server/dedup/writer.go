@@ -56,7 +56,7 @@ type Writer struct {
 	stopped bool
 
 	mu    sync.Mutex
-	packs []string // guarded by mu until finish: committed, catalog not told
+	packs []string // guarded by mu until Finish: committed, catalog not told
 
 	pack  packWriter // the packer's
 	stats Stats
@@ -114,12 +114,17 @@ func (s *Store) NewWriter(ctx context.Context, o Options) *Writer {
 	return w
 }
 
+var errFinished = errors.New("the writer is finished")
+
 // Add stores a segment unless a pack holds it already. It keeps no reference to
 // b. Holes are passed over. Errors are sticky, and may be those of earlier
 // segments.
 func (w *Writer) Add(id segment.ID, b []byte) error {
 	if id.IsHole() {
 		return nil
+	}
+	if w.stopped {
+		return errFinished
 	}
 	if _, ok := w.seen[id]; ok {
 		return nil
@@ -324,8 +329,8 @@ func (w *Writer) stop(err error) error {
 	return w.err
 }
 
-// finish ends the goroutines; when it returns nil, every segment is durable.
-func (w *Writer) finish() error {
+// Finish makes all that was added durable. Nothing can be added after it.
+func (w *Writer) Finish() error {
 	if !w.stopped {
 		w.stopped = true
 		select {
@@ -348,11 +353,11 @@ func (w *Writer) finish() error {
 	}
 }
 
-// Publish makes all that was added durable, and only then tells the catalog.
-// After an error of the object store nothing has changed for anybody; after
-// one of the catalog some packs may be known, which does no harm.
+// Publish finishes, and then tells the catalog. After an error of the object
+// store nothing has changed for anybody; after one of the catalog some packs
+// may be known, which does no harm.
 func (w *Writer) Publish() error {
-	if err := w.finish(); err != nil {
+	if err := w.Finish(); err != nil {
 		return err
 	}
 	for len(w.packs) > 0 {
@@ -379,7 +384,7 @@ func (w *Writer) Close() error {
 	if !w.stopped {
 		w.stop(errors.New("closed")) //nolint:errcheck // nobody asks
 	}
-	w.finish() //nolint:errcheck // told by Add or Publish
+	w.Finish() //nolint:errcheck // told by Add or Publish
 	ctx := context.WithoutCancel(w.ctx)
 	var errs []error
 	for _, key := range w.packs {

@@ -122,12 +122,15 @@ type RefusedError struct {
 }
 
 func (e *RefusedError) Error() string {
+	return fmt.Sprintf("layer %s refused: %s", e.Layer, e.Detail())
+}
+
+// Detail is the error without the layer's name.
+func (e *RefusedError) Detail() string {
 	var s strings.Builder
-	fmt.Fprintf(&s, "layer %s refused", e.Layer)
 	if e.Entry != "" {
-		fmt.Fprintf(&s, ": entry %q", shorten(e.Entry))
+		fmt.Fprintf(&s, "entry %q: ", shorten(e.Entry))
 	}
-	s.WriteString(": ")
 	s.WriteString(e.Reason)
 	if e.Err != nil {
 		s.WriteString(": ")
