@@ -1,0 +1,196 @@
+package ingest_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/opencontainers/go-digest"
+
+	"hydrofoil.dev/foil/internal/server/catalog/sqlite"
+	"hydrofoil.dev/foil/internal/server/dedup"
+	"hydrofoil.dev/foil/internal/server/ingest"
+	lt "hydrofoil.dev/foil/internal/server/layer/layertest"
+	"hydrofoil.dev/foil/internal/server/objects"
+)
+
+// killedDir tells a process of this test binary to ingest in a directory, and
+// killedAt at which operation on the object store to kill itself.
+const killedDir, killedAt = "FOIL_TEST_INGEST_DIR", "FOIL_TEST_INGEST_KILL_AT"
+
+func TestMain(m *testing.M) {
+	if dir := os.Getenv(killedDir); dir != "" {
+		at, err := strconv.Atoi(os.Getenv(killedAt))
+		if err == nil {
+			err = ingestUntilKilled(dir, at)
+		}
+		if err != nil {
+			os.Stderr.WriteString(err.Error())
+			os.Exit(1)
+		}
+		os.Exit(0)
+	}
+	os.Exit(m.Run())
+}
+
+// dying is a store whose process kills itself before its nth change.
+type dying struct {
+	objects.Store
+	left chan struct{}
+}
+
+func (d dying) step() {
+	select {
+	case <-d.left:
+	default:
+		// SIGKILL: no deferred function runs and nothing is flushed.
+		p, _ := os.FindProcess(os.Getpid()) // never fails on Linux
+		p.Kill()                            //nolint:errcheck // and if not, the parent sees it
+		select {}
+	}
+}
+
+func (d dying) Create(ctx context.Context, key string) (objects.Writer, error) {
+	d.step()
+	w, err := d.Store.Create(ctx, key)
+	return dyingWriter{w, d}, err
+}
+
+type dyingWriter struct {
+	objects.Writer
+	d dying
+}
+
+func (w dyingWriter) Write(p []byte) (int, error) {
+	w.d.step()
+	return w.Writer.Write(p)
+}
+
+func (w dyingWriter) Commit() error {
+	w.d.step()
+	err := w.Writer.Commit()
+	w.d.step()
+	return err
+}
+
+func killedLayers(t testing.TB) []lt.Blob {
+	blobs := []lt.Blob{
+		lt.Layer{lt.File("a", 0o644, noise(8, 700_000)), lt.File("b", 0o644, "small")}.Gzip(t),
+		lt.Layer{lt.File("c", 0o644, noise(9, 200_000))}.Zstd(t),
+	}
+	// In the order in which the process that is killed lists them.
+	slices.SortFunc(blobs, func(a, b lt.Blob) int { return strings.Compare(string(a.Digest), string(b.Digest)) })
+	return blobs
+}
+
+func openDir(dir string) (objects.Store, *sqlite.Catalog, error) {
+	store, err := objects.OpenDir(filepath.Join(dir, "objects"))
+	if err != nil {
+		return nil, nil, err
+	}
+	c, err := sqlite.Open(context.Background(), filepath.Join(dir, "catalog"))
+	return store, c, err
+}
+
+func ingestUntilKilled(dir string, at int) error {
+	store, c, err := openDir(dir)
+	if err != nil {
+		return err
+	}
+	d := dying{store, make(chan struct{}, at)}
+	for range at {
+		d.left <- struct{}{}
+	}
+	var layers []ingest.Descriptor
+	err = store.List(context.Background(), "blobs/", func(key string, size int64) error {
+		i := strings.LastIndexByte(key, '/')
+		layers = append(layers, ingest.Descriptor{Digest: digest.NewDigestFromEncoded(digest.SHA256, key[i+1:]), Size: size})
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	g := &ingest.Ingester{Objects: d, Catalog: c, Options: ingest.Options{
+		Packs: dedup.Options{PackSize: 100 << 10, Workers: 1}, Parallel: 1,
+	}}
+	_, err = g.Rootfs(context.Background(), layers)
+	return errors.Join(err, g.Close(), c.Close())
+}
+
+// Whenever the process is killed, the next one does the work as if nothing had
+// been, what the first one stored is used or known to be unused, and the store
+// has nothing that neither is.
+func TestKilledAtAnyStep(t *testing.T) {
+	blobs := killedLayers(t)
+	for at := 0; ; at++ {
+		dir := t.TempDir()
+		store, c, err := openDir(dir)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var layers []ingest.Descriptor
+		for _, b := range blobs {
+			layers = append(layers, push(t, store, b))
+		}
+		c.Close()
+
+		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+		cmd := exec.CommandContext(ctx, os.Args[0])
+		cmd.Env = append(os.Environ(), killedDir+"="+dir, killedAt+"="+strconv.Itoa(at))
+		var stderr bytes.Buffer
+		cmd.Stderr = &stderr
+		err = cmd.Run()
+		cancel()
+		killed := cmd.ProcessState.ExitCode() == -1 && ctx.Err() != context.DeadlineExceeded
+		if err != nil && !killed {
+			t.Fatalf("step %d: %v: %s", at, err, stderr.Bytes())
+		}
+
+		if store, c, err = openDir(dir); err != nil {
+			t.Fatalf("killed at step %d: %v", at, err)
+		}
+		g := &ingest.Ingester{Objects: store, Catalog: c}
+		r, err := g.Rootfs(context.Background(), layers)
+		if err != nil {
+			t.Fatalf("killed at step %d: %v", at, err)
+		}
+		x, contents := readBack(t, g, r)
+		wantFile(t, x, contents, "a", noise(8, 700_000))
+		wantFile(t, x, contents, "b", "small")
+		wantFile(t, x, contents, "c", noise(9, 200_000))
+		orphans := 0
+		s := &dedup.Store{Objects: store, Catalog: c}
+		if err := s.Orphans(context.Background(), func(key string, _ int64) error {
+			orphans++
+			return store.Delete(context.Background(), key)
+		}); err != nil {
+			t.Fatalf("killed at step %d: %v", at, err)
+		}
+		readBack(t, g, r) // nothing that was deleted is missed
+		for _, key := range added(t, store) {
+			switch {
+			case key == r.Key, strings.HasPrefix(key, "packs/"):
+			case key == ingest.EntriesKey(layers[0].Digest), key == ingest.EntriesKey(layers[1].Digest):
+			default:
+				t.Errorf("killed at step %d: %s is left", at, key)
+			}
+		}
+		g.Close()
+		c.Close()
+		if !killed {
+			if at < 10 || orphans != 0 {
+				t.Errorf("%d steps, %d packs nothing uses", at, orphans)
+			}
+			t.Logf("killed at each of %d steps", at)
+			return
+		}
+	}
+}
