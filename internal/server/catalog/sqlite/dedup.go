@@ -260,7 +260,7 @@ func (c *Catalog) PutLayer(ctx context.Context, l catalog.Layer) error {
 	_, err := c.write.ExecContext(ctx, `INSERT OR REPLACE INTO layers (blob, diff_id, entries, refused, size, files)
 		VALUES (?, ?, ?, ?, ?, ?)`, l.Blob.String(), l.DiffID.String(), l.Entries, l.Refused, l.Size, l.Files)
 	if err != nil {
-		return fmt.Errorf("record layer %s: %w", l.Blob, err)
+		return fmt.Errorf("record layer %s: %w", l.Blob, known(err))
 	}
 	return nil
 }
@@ -272,7 +272,7 @@ func (c *Catalog) Layer(ctx context.Context, blob digest.Digest) (catalog.Layer,
 	err := c.read.QueryRowContext(ctx, `SELECT diff_id, entries, refused, size, files FROM layers WHERE blob = ?`,
 		blob.String()).Scan(&diffID, &l.Entries, &l.Refused, &l.Size, &l.Files)
 	if err != nil {
-		return catalog.Layer{}, fmt.Errorf("layer %s: %w", blob, notFound(err))
+		return catalog.Layer{}, fmt.Errorf("layer %s: %w", blob, known(err))
 	}
 	l.DiffID = digest.Digest(diffID)
 	return l, nil
@@ -283,7 +283,7 @@ func (c *Catalog) PutRootfs(ctx context.Context, r catalog.Rootfs) error {
 	_, err := c.write.ExecContext(ctx, `INSERT OR REPLACE INTO rootfs (chain_id, toc, key, idx) VALUES (?, ?, ?, ?)`,
 		r.ChainID.String(), r.TOC.String(), r.Key, r.Index)
 	if err != nil {
-		return fmt.Errorf("record rootfs %s: %w", r.ChainID, err)
+		return fmt.Errorf("record rootfs %s: %w", r.ChainID, known(err))
 	}
 	return nil
 }
@@ -295,7 +295,7 @@ func (c *Catalog) Rootfs(ctx context.Context, chainID digest.Digest) (catalog.Ro
 	err := c.read.QueryRowContext(ctx, `SELECT toc, key, idx FROM rootfs WHERE chain_id = ?`,
 		chainID.String()).Scan(&toc, &r.Key, &r.Index)
 	if err != nil {
-		return catalog.Rootfs{}, fmt.Errorf("rootfs %s: %w", chainID, notFound(err))
+		return catalog.Rootfs{}, fmt.Errorf("rootfs %s: %w", chainID, known(err))
 	}
 	r.TOC = digest.Digest(toc)
 	return r, nil

@@ -46,7 +46,7 @@ func (c *Catalog) Blob(ctx context.Context, repo string, d digest.Digest) (catal
 		WHERE digest = ? AND repo = (SELECT id FROM repositories WHERE name = ?)`, d.String(), repo).
 		Scan(&b.Size, &b.MediaType)
 	if err != nil {
-		return catalog.Blob{}, fmt.Errorf("blob %s in %s: %w", d, repo, notFound(err))
+		return catalog.Blob{}, fmt.Errorf("blob %s in %s: %w", d, repo, known(err))
 	}
 	return b, nil
 }
@@ -57,7 +57,7 @@ func (c *Catalog) AnyBlob(ctx context.Context, d digest.Digest) (catalog.Blob, e
 	err := c.read.QueryRowContext(ctx, `SELECT size, media_type FROM blobs WHERE digest = ?
 		ORDER BY repo LIMIT 1`, d.String()).Scan(&b.Size, &b.MediaType)
 	if err != nil {
-		return catalog.Blob{}, fmt.Errorf("blob %s in any repository: %w", d, notFound(err))
+		return catalog.Blob{}, fmt.Errorf("blob %s in any repository: %w", d, known(err))
 	}
 	return b, nil
 }
@@ -142,7 +142,7 @@ func (c *Catalog) Manifest(ctx context.Context, repo string, d digest.Digest) (c
 	m, err := scanManifest(c.read.QueryRowContext(ctx, `SELECT `+manifestColumns+` FROM manifests
 		WHERE repo = (SELECT id FROM repositories WHERE name = ?) AND digest = ?`, repo, d.String()).Scan)
 	if err != nil {
-		return catalog.Manifest{}, fmt.Errorf("manifest %s in %s: %w", d, repo, notFound(err))
+		return catalog.Manifest{}, fmt.Errorf("manifest %s in %s: %w", d, repo, known(err))
 	}
 	return m, nil
 }
@@ -200,7 +200,7 @@ func (c *Catalog) Tag(ctx context.Context, repo, tag string) (digest.Digest, err
 	err := c.read.QueryRowContext(ctx, `SELECT digest FROM tags
 		WHERE repo = (SELECT id FROM repositories WHERE name = ?) AND name = ?`, repo, tag).Scan(&d)
 	if err != nil {
-		return "", fmt.Errorf("tag %s:%s: %w", repo, tag, notFound(err))
+		return "", fmt.Errorf("tag %s:%s: %w", repo, tag, known(err))
 	}
 	return digest.Digest(d), nil
 }
@@ -220,7 +220,7 @@ func (c *Catalog) Tags(ctx context.Context, repo, after string, limit int) ([]st
 	var id int64
 	err := c.read.QueryRowContext(ctx, `SELECT id FROM repositories WHERE name = ?`, repo).Scan(&id)
 	if err != nil {
-		return nil, fmt.Errorf("tags of %s: %w", repo, notFound(err))
+		return nil, fmt.Errorf("tags of %s: %w", repo, known(err))
 	}
 	tags, err := c.strings(ctx, `SELECT name FROM tags WHERE repo = ? AND name > ? ORDER BY name LIMIT ?`,
 		id, after, limit)

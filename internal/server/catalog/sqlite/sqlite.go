@@ -15,7 +15,9 @@ import (
 	"os"
 	"path/filepath"
 
-	_ "modernc.org/sqlite" // the driver
+	"golang.org/x/sys/unix"
+	sqlite3 "modernc.org/sqlite" // also registers the driver
+	codes "modernc.org/sqlite/lib"
 
 	"hydrofoil.dev/foil/internal/server/catalog"
 )
@@ -106,19 +108,23 @@ func (c *Catalog) Close() error {
 func (c *Catalog) update(ctx context.Context, fn func(tx *sql.Tx) error) error {
 	tx, err := c.write.BeginTx(ctx, nil)
 	if err != nil {
-		return err
+		return known(err)
 	}
 	defer tx.Rollback()
 	if err := fn(tx); err != nil {
-		return err
+		return known(err)
 	}
-	return tx.Commit()
+	return known(tx.Commit())
 }
 
-// notFound turns an empty result into catalog.ErrNotFound.
-func notFound(err error) error {
+// known turns SQLite's errors into those that callers branch on: nothing there
+// into catalog.ErrNotFound, a full disk into ENOSPC.
+func known(err error) error {
 	if errors.Is(err, sql.ErrNoRows) {
 		return catalog.ErrNotFound
+	}
+	if e := new(sqlite3.Error); errors.As(err, &e) && e.Code()&0xff == codes.SQLITE_FULL {
+		return fmt.Errorf("%w (%w)", unix.ENOSPC, err)
 	}
 	return err
 }
@@ -126,7 +132,7 @@ func notFound(err error) error {
 // affected is catalog.ErrNotFound when a statement changed nothing.
 func affected(r sql.Result, err error) error {
 	if err != nil {
-		return err
+		return known(err)
 	}
 	n, err := r.RowsAffected()
 	if err == nil && n == 0 {

@@ -2,10 +2,12 @@ package sqlite_test
 
 import (
 	"database/sql"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 
 	"hydrofoil.dev/foil/internal/format/segment"
@@ -146,5 +148,25 @@ func BenchmarkLocate(b *testing.B) {
 			}
 			b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N)/segments, "ns/segment")
 		})
+	}
+}
+
+// A full disk is told as such, and the catalog goes on when there is room.
+func TestFull(t *testing.T) {
+	c := open(t, filepath.Join(t.TempDir(), "db"))
+	defer c.Close()
+	db := c.Databases()["write"]
+	if _, err := db.Exec(`PRAGMA max_page_count = 64`); err != nil {
+		t.Fatal(err)
+	}
+	p := catalogtest.Pack("packs/p", 0, 9999, 10)
+	if err := c.AddPack(t.Context(), p); !errors.Is(err, syscall.ENOSPC) {
+		t.Fatalf("a pack that does not fit: %v, want ENOSPC", err)
+	}
+	if _, err := db.Exec(`PRAGMA max_page_count = 100000`); err != nil {
+		t.Fatal(err)
+	}
+	if err := c.AddPack(t.Context(), p); err != nil {
+		t.Error(err)
 	}
 }
