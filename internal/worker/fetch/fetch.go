@@ -63,6 +63,9 @@ type Options struct {
 	// GiveUpUnopened is the same until the first image's header has arrived,
 	// while nobody reads; 0 means 15 seconds, at most GiveUp.
 	GiveUpUnopened time.Duration
+	// Pause is the shortest pause between streams when one after the other
+	// breaks; it doubles up to 5 seconds. 0 means 100 ms.
+	Pause time.Duration
 	// Attempts is how often one frame may arrive damaged, or the server break
 	// the protocol without a frame in between, before the pull fails; 0 means 3.
 	Attempts int
@@ -83,6 +86,9 @@ func (o *Options) defaults() {
 	}
 	if o.GiveUpUnopened == 0 {
 		o.GiveUpUnopened = min(15*time.Second, o.GiveUp)
+	}
+	if o.Pause == 0 {
+		o.Pause = 100 * time.Millisecond
 	}
 	if o.Attempts == 0 {
 		o.Attempts = 3
@@ -287,7 +293,7 @@ func (p *Pull) streams() error {
 				timer.Stop()
 				return context.Cause(p.ctx)
 			}
-			pause = min(max(2*pause, 100*time.Millisecond), 5*time.Second)
+			pause = min(max(2*pause, p.opts.Pause), 5*time.Second)
 		}
 	}
 }

@@ -1,0 +1,597 @@
+package fetch
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"runtime"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+	"pgregory.net/rapid"
+
+	"hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/format/segment"
+	"hydrofoil.dev/foil/internal/format/toc"
+	"hydrofoil.dev/foil/internal/worker/arena"
+)
+
+// with runs f with a server and a worker, and checks that no goroutine is left
+// behind.
+func with(t *testing.T, images []*image, f func(t *testing.T, s *server, w *worker)) {
+	t.Helper()
+	s := newServer(images...)
+	w := newWorker(t, s, t.TempDir())
+	f(t, s, w)
+	w.close()
+	s.close()
+	noneLeft(t)
+}
+
+// noneLeft fails when goroutines of this package or of connections go on.
+func noneLeft(t *testing.T) {
+	t.Helper()
+	var left string
+	for range 500 {
+		left = ""
+		buf := make([]byte, 1<<20)
+		for _, g := range strings.Split(string(buf[:runtime.Stack(buf, true)]), "\n\n")[1:] {
+			if strings.Contains(g, "worker/fetch.") && !strings.Contains(g, "testing.(*T).Run") || strings.Contains(g, "http2") {
+				left += g + "\n\n"
+			}
+		}
+		if left == "" {
+			return
+		}
+		time.Sleep(10 * time.Millisecond)
+	}
+	t.Errorf("goroutines are left:\n%s", left)
+}
+
+// until waits for a condition.
+func until(t *testing.T, what string, f func() bool) {
+	t.Helper()
+	for range 2000 {
+		if f() {
+			return
+		}
+		time.Sleep(5 * time.Millisecond)
+	}
+	t.Fatalf("not in 10 s: %s", what)
+}
+
+// arena waits until m has been opened.
+func (w *worker) arena(t *testing.T, m *image) *arena.Arena {
+	t.Helper()
+	until(t, "opened", func() bool { w.mu.Lock(); defer w.mu.Unlock(); return w.arenas[m.ChainID] != nil })
+	return w.arenas[m.ChainID]
+}
+
+// sentFrames waits until the server has sent n frames.
+func (s *server) sentFrames(t *testing.T, n int) {
+	t.Helper()
+	until(t, "frames sent", func() bool { s.mu.Lock(); defer s.mu.Unlock(); return s.frames >= n })
+}
+
+// files returns n contents of some kilobytes.
+func files(n int) [][]byte {
+	var all [][]byte
+	for i := range n {
+		all = append(all, blob(uint64(i), 100+i*137%9000))
+	}
+	return all
+}
+
+func TestPull(t *testing.T) {
+	m := newImage(t, "a", append(files(50), blob(99, 3<<20), make([]byte, 5000))...)
+	with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
+		c := s.client(t, ClientOptions{})
+		defer c.Close()
+		p := Start(t.Context(), w.options(c, 1))
+		if err := p.Wait(); err != nil {
+			t.Fatal(err)
+		}
+		w.check()
+		pr := p.Progress()
+		if pr.Moved != pr.Total || pr.Moved == 0 || pr.ContentHere != pr.ContentTotal || pr.Resumes != 0 {
+			t.Errorf("progress %+v", pr)
+		}
+		// Another pull of the same finds nothing to do, on the same connection.
+		o := w.options(c, 1)
+		o.Request.Have = []bundle.Have{{ChainID: m.ChainID, TOC: m.TOCDigest}}
+		again := Start(t.Context(), o)
+		if err := again.Wait(); err != nil {
+			t.Fatal(err)
+		}
+		if n := again.Progress().Frames; n != 0 {
+			t.Errorf("%d frames were sent again", n)
+		}
+	})
+}
+
+// TestResume breaks streams in every way and at every place of the protocol.
+func TestResume(t *testing.T) {
+	m := newImage(t, "a", files(20)...)
+	for _, how := range []string{"reset", "close", "stall"} {
+		for _, at := range []int64{1, 10, 100, int64(len(m.TOC)), 15000, 20000} {
+			t.Run(fmt.Sprintf("%s at %d", how, at), func(t *testing.T) {
+				with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
+					s.scripts = []script{{cutAt: at, how: how}, {cutAt: at + 3, how: how}}
+					c := s.client(t, ClientOptions{StallTimeout: 50 * time.Millisecond})
+					defer c.Close()
+					p := Start(t.Context(), w.options(c, 1))
+					if err := p.Wait(); err != nil {
+						t.Fatal(err)
+					}
+					w.check()
+					if w.opened.Load() != 1 {
+						t.Errorf("opened %d times", w.opened.Load())
+					}
+					if p.Progress().Resumes == 0 {
+						t.Error("nothing was resumed")
+					}
+					for _, r := range s.requests[1:] {
+						if ref := r.Images[0].Reference; len(r.Have) > 0 && ref != m.Manifest.Digest.String() {
+							t.Errorf("resumed as %q", ref)
+						}
+					}
+				})
+			})
+		}
+	}
+}
+
+// TestNothingTwice checks that a resumed stream brings only what is missing.
+func TestNothingTwice(t *testing.T) {
+	m := newImage(t, "a", files(100)...)
+	with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
+		s.scripts = []script{{cutAt: int64(len(m.TOC)) + 150000}, {cutAt: 100000}}
+		c := s.client(t, ClientOptions{})
+		defer c.Close()
+		p := Start(t.Context(), w.options(c, 1))
+		if err := p.Wait(); err != nil {
+			t.Fatal(err)
+		}
+		w.check()
+		sent := map[segment.ID]int{}
+		for _, id := range s.sent {
+			sent[id]++
+		}
+		twice := 0
+		for _, n := range sent {
+			twice += n - 1
+		}
+		if limit := 2 * s.group; twice > limit {
+			t.Errorf("%d segments were sent twice, at most the frames that were cut (%d segments) should be", twice, limit)
+		}
+	})
+}
+
+// TestAnything is the property: whatever goes wrong on the way, in the end the
+// arenas hold the contents.
+func TestAnything(t *testing.T) {
+	dir := t.TempDir()
+	rapid.Check(t, func(t *rapid.T) {
+		tmp, err := os.MkdirTemp(dir, "")
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer os.RemoveAll(tmp)
+		// Few seeds, so that images share contents.
+		content := rapid.Custom(func(t *rapid.T) []byte {
+			n := rapid.SampledFrom([]int{1, 100, 4096, 5000, 20000, 1500000}).Draw(t, "size")
+			if rapid.IntRange(0, 9).Draw(t, "zeros") == 0 {
+				return make([]byte, n)
+			}
+			return blob(uint64(rapid.IntRange(1, 6).Draw(t, "seed")), n)
+		})
+		var images []*image
+		for i := range rapid.IntRange(1, 2).Draw(t, "images") {
+			images = append(images, newImage(t, fmt.Sprint(i), rapid.SliceOfN(content, 1, 12).Draw(t, "files")...))
+		}
+		s := newServer(images...)
+		defer s.close()
+		s.group = rapid.IntRange(1, 5).Draw(t, "group")
+		s.scripts = rapid.SliceOfN(rapid.Custom(func(t *rapid.T) script {
+			sc := script{
+				cutAt:   int64(rapid.OneOf(rapid.IntRange(1, 2000), rapid.IntRange(1, 3000000)).Draw(t, "cut")),
+				how:     rapid.SampledFrom([]string{"reset", "close", "stall"}).Draw(t, "how"),
+				shuffle: rapid.Uint64Range(0, 3).Draw(t, "shuffle"),
+			}
+			if rapid.IntRange(0, 3).Draw(t, "damage") == 0 {
+				sc.damage = map[int]bool{rapid.IntRange(0, 5).Draw(t, "damaged"): true}
+			}
+			return sc
+		}), 0, 5).Draw(t, "scripts")
+		c := s.client(t, ClientOptions{StallTimeout: 50 * time.Millisecond})
+		defer c.Close()
+		w := newWorker(t, s, tmp)
+		defer w.close()
+		// A content may be used in place from elsewhere: the server sends it all
+		// the same here, and it must not harm.
+		left := rapid.IntRange(0, 7).Draw(t, "left out")
+		w.in = func(_ *image, content int) bool { return content%8 != left }
+		o := w.options(c, len(images))
+		o.Attempts = 10
+		p := Start(context.Background(), o)
+		// Readers that come at any time, and get the right bytes or wait.
+		if err := p.Wait(); err != nil {
+			t.Fatal(err)
+		}
+		w.check()
+	})
+	noneLeft(t)
+}
+
+func TestDamaged(t *testing.T) {
+	m := newImage(t, "a", files(30)...)
+	with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
+		s.scripts = []script{{damage: map[int]bool{0: true, 4: true}}, {damage: map[int]bool{0: true}}}
+		c := s.client(t, ClientOptions{})
+		defer c.Close()
+		p := Start(t.Context(), w.options(c, 1))
+		if err := p.Wait(); err != nil {
+			t.Fatal(err)
+		}
+		w.check()
+		if pr := p.Progress(); pr.Damaged < 3 || len(s.requests) != 3 {
+			t.Errorf("%d damaged, %d requests", pr.Damaged, len(s.requests))
+		}
+	})
+}
+
+// TestDamagedAlways has one segment wrong on the server itself.
+func TestDamagedAlways(t *testing.T) {
+	m := newImage(t, "a", files(30)...)
+	bad := m.toc.Segments[7].ID
+	m.data[bad] = append([]byte{1}, m.data[bad][1:]...)
+	m.data[bad][0] ^= 0xff
+	with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
+		c := s.client(t, ClientOptions{})
+		defer c.Close()
+		p := Start(t.Context(), w.options(c, 1))
+		err := p.Wait()
+		if !errors.Is(err, arena.ErrWrongBytes) || !strings.Contains(err.Error(), bad.String()) ||
+			!strings.Contains(err.Error(), "image0:latest") || !strings.Contains(err.Error(), "frame ") {
+			t.Errorf("Wait: %v", err)
+		}
+		a := w.arena(t, m)
+		k, _ := a.Layout().FromTOC(7)
+		if a.HasSegment(k) {
+			t.Error("the wrong segment is present")
+		}
+		piece := a.Layout().Segment(k)
+		if err := a.Wait(t.Context(), piece.Offset, 1); !errors.Is(err, arena.ErrWrongBytes) {
+			t.Errorf("a read of it: %v", err)
+		}
+	})
+}
+
+func TestFinal(t *testing.T) {
+	m := newImage(t, "a", files(30)...)
+	other := newImage(t, "b", files(3)...)
+	for name, tc := range map[string]struct {
+		script   script
+		want     string
+		requests int
+	}{
+		"not found":     {script{status: 404}, "no such image", 1},
+		"refused":       {script{said: &bundle.Error{Code: bundle.CodeUnauthorized, Message: "not you"}}, "not you", 1},
+		"wrong TOC":     {script{image: func(m *bundle.Image) { m.TOC = other.TOC }}, "TOC has digest", 3},
+		"TOC of others": {script{image: func(m *bundle.Image) { m.TOC, m.TOCDigest = other.TOC, other.TOCDigest }}, "want " + m.ChainID.String(), 3},
+		"wrong config":  {script{image: func(m *bundle.Image) { m.Config = other.Config }}, "config", 3},
+		"wrong plan":    {script{plan: func(p *bundle.Plan) { p.Segments[0], p.Segments[20] = p.Segments[20], p.Segments[0] }}, "plan", 3},
+		"segments lost": {script{leave: map[segment.ID]bool{m.toc.Segments[3].ID: true}}, "lacks 1 segments", 3},
+		"corrupt there": {script{said: &bundle.Error{Code: bundle.CodeCorrupt, Message: "a pack is damaged"}}, "a pack is damaged", 3},
+	} {
+		t.Run(name, func(t *testing.T) {
+			with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
+				for range 20 {
+					s.scripts = append(s.scripts, tc.script)
+				}
+				c := s.client(t, ClientOptions{})
+				defer c.Close()
+				err := Start(t.Context(), w.options(c, 1)).Wait()
+				if err == nil || !strings.Contains(err.Error(), tc.want) || !strings.Contains(err.Error(), "pull image0:latest: ") {
+					t.Errorf("Wait: %v, want %q", err, tc.want)
+				}
+				if len(s.requests) != tc.requests {
+					t.Errorf("%d requests, want %d", len(s.requests), tc.requests)
+				}
+				for _, a := range w.arenas {
+					if a.Failure() == nil {
+						t.Error("reads go on waiting")
+					}
+				}
+			})
+		})
+	}
+}
+
+// TestChangedTOC has the server make another TOC of the same rootfs between two
+// streams.
+func TestChangedTOC(t *testing.T) {
+	m := newImage(t, "a", files(30)...)
+	changed := newImage(t, "a", files(29)...)
+	with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
+		s.scripts = []script{{cutAt: 50000}, {image: func(i *bundle.Image) {
+			i.TOC, i.TOCDigest, i.Segments = changed.TOC, changed.TOCDigest, changed.Segments
+		}}}
+		c := s.client(t, ClientOptions{})
+		defer c.Close()
+		err := Start(t.Context(), w.options(c, 1)).Wait()
+		if err == nil || !strings.Contains(err.Error(), "the server now has TOC") {
+			t.Errorf("Wait: %v", err)
+		}
+	})
+}
+
+func TestGiveUp(t *testing.T) {
+	m := newImage(t, "a", files(30)...)
+	t.Run("after the header", func(t *testing.T) {
+		with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
+			s.scripts = []script{{cutAt: 60000, how: "close", before: func(pos int, _ *serving) {
+				if pos == 3 {
+					s.pipes.Close() // nobody answers any more
+				}
+			}}}
+			c := s.client(t, ClientOptions{})
+			defer c.Close()
+			began := time.Now()
+			o := w.options(c, 1)
+			o.GiveUp = time.Second
+			p := Start(t.Context(), o)
+			a := w.arena(t, m)
+			read := make(chan error, 1)
+			go func() { read <- p.Need(t.Context(), a, 0, a.Layout().Size()) }()
+			err := p.Wait()
+			if !errors.Is(err, unix.ECONNREFUSED) || !errors.Is(err, ErrUnreachable) || !strings.Contains(err.Error(), "for 1s") {
+				t.Errorf("Wait: %v", err)
+			}
+			if took := time.Since(began); took < time.Second {
+				t.Errorf("gave up after %v", took)
+			}
+			if err := <-read; !errors.Is(err, unix.ECONNREFUSED) {
+				t.Errorf("the read: %v", err)
+			}
+			if w := p.LastWaits(); len(w) != 1 || w[0].Err == nil {
+				t.Errorf("waits %v", w)
+			}
+			// The pull can be started again.
+			s2 := newServer(m)
+			defer s2.close()
+			c2 := s2.client(t, ClientOptions{})
+			defer c2.Close()
+			o = w.options(c2, 1)
+			o.Request.Have = []bundle.Have{{ChainID: m.ChainID, TOC: m.TOCDigest, Present: a.PresentBitmap()}}
+			if err := Start(t.Context(), o).Wait(); err != nil {
+				t.Fatal(err)
+			}
+			w.check()
+			if a.Failure() != nil {
+				t.Error("the arena is still failed")
+			}
+		})
+	})
+	t.Run("before the header", func(t *testing.T) {
+		with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
+			s.pipes.Close()
+			c := s.client(t, ClientOptions{})
+			defer c.Close()
+			o := w.options(c, 1)
+			o.GiveUpUnopened = 100 * time.Millisecond
+			err := Start(t.Context(), o).Wait()
+			if !errors.Is(err, unix.ECONNREFUSED) || !strings.Contains(err.Error(), "http://server.test") {
+				t.Errorf("Wait: %v", err)
+			}
+		})
+	})
+}
+
+func TestOpenFails(t *testing.T) {
+	m := newImage(t, "a", files(3)...)
+	with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
+		c := s.client(t, ClientOptions{})
+		defer c.Close()
+		o := w.options(c, 1)
+		o.Open = func(context.Context, *bundle.Image, *toc.TOC) (*arena.Arena, error) { return nil, fs.ErrPermission }
+		if err := Start(t.Context(), o).Wait(); !errors.Is(err, fs.ErrPermission) || len(s.requests) != 1 {
+			t.Errorf("Wait: %v after %d requests", err, len(s.requests))
+		}
+		// Nothing is to be fetched.
+		o.Open = func(context.Context, *bundle.Image, *toc.TOC) (*arena.Arena, error) { return nil, nil }
+		if err := Start(t.Context(), o).Wait(); err != nil {
+			t.Errorf("Wait: %v", err)
+		}
+	})
+}
+
+func TestStop(t *testing.T) {
+	m := newImage(t, "a", files(30)...)
+	with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
+		s.scripts = []script{{cutAt: 60000, how: "stall"}}
+		c := s.client(t, ClientOptions{})
+		defer c.Close()
+		p := Start(t.Context(), w.options(c, 1))
+		until(t, "opened", func() bool { return w.opened.Load() == 1 })
+		p.Stop()
+		if err := p.Wait(); !errors.Is(err, ErrStopped) {
+			t.Errorf("Wait: %v", err)
+		}
+		a := w.arena(t, m)
+		if a.Failure() != nil || a.Complete() {
+			t.Errorf("failure %v, complete %v", a.Failure(), a.Complete())
+		}
+	})
+}
+
+// TestNeed has a reader ask for the last content while the server is at the
+// first.
+func TestNeed(t *testing.T) {
+	m := newImage(t, "a", files(100)...)
+	with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
+		s.group = 1
+		resume := make(chan struct{})
+		s.scripts = []script{{before: func(pos int, sv *serving) {
+			if pos == 1 {
+				<-sv.arrived
+			}
+			if pos == 3 {
+				<-resume
+			}
+		}}}
+		c := s.client(t, ClientOptions{})
+		defer c.Close()
+		o := w.options(c, 1)
+		o.PromoteBeyond = 1000
+		p := Start(t.Context(), o)
+		s.sentFrames(t, 1)
+		a := w.arena(t, m)
+		l := a.Layout()
+		at := func(i int) int64 { off, _ := l.Offset(i); return off }
+		var readers sync.WaitGroup
+		for range 10 {
+			readers.Go(func() {
+				if err := (Backing{p, a}).Need(t.Context(), at(99), 10); err != nil {
+					t.Error(err)
+				}
+			})
+		}
+		readers.Go(func() {
+			if err := p.Need(t.Context(), a, at(1), 1); err != nil { // comes anyway
+				t.Error(err)
+			}
+		})
+		readers.Wait()
+		if !(Backing{p, a}).Present(at(99), 10) || a.Complete() {
+			t.Error("the last content did not come first")
+		}
+		close(resume)
+		if err := p.Wait(); err != nil {
+			t.Fatal(err)
+		}
+		w.check()
+		pr := p.Progress()
+		if pr.Waits != 11 || pr.Promotions != 1 || len(s.promotions) != 1 {
+			t.Errorf("%d waits, %d promotions in %v", pr.Waits, pr.Promotions, s.promotions)
+		}
+		if err := p.Need(t.Context(), a, 0, l.Size()); err != nil {
+			t.Errorf("Need of what is here: %v", err)
+		}
+	})
+}
+
+// TestNeedAfterCut checks that what readers wait for is asked for first when a
+// stream is resumed.
+func TestNeedAfterCut(t *testing.T) {
+	m := newImage(t, "a", files(100)...)
+	with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
+		s.group = 1
+		cut, resume := make(chan struct{}), make(chan struct{})
+		s.scripts = []script{
+			{before: func(pos int, _ *serving) {
+				if pos == 2 {
+					<-cut
+				}
+			}, cutAt: int64(len(m.TOC)) + 5000},
+			{before: func(pos int, sv *serving) {
+				if pos == 0 {
+					<-sv.arrived
+				}
+				if pos == 2 {
+					<-resume
+				}
+			}},
+		}
+		c := s.client(t, ClientOptions{})
+		defer c.Close()
+		o := w.options(c, 1)
+		o.PromoteBeyond = 1000
+		p := Start(t.Context(), o)
+		s.sentFrames(t, 2)
+		a := w.arena(t, m)
+		off, _ := a.Layout().Offset(99)
+		read := make(chan error, 1)
+		go func() { read <- p.Need(t.Context(), a, off, 1) }()
+		until(t, "promoted", func() bool { s.mu.Lock(); defer s.mu.Unlock(); return len(s.promotions) == 1 })
+		close(cut)
+		if err := <-read; err != nil {
+			t.Error(err)
+		}
+		if a.Complete() {
+			t.Error("it did not come first")
+		}
+		close(resume)
+		if err := p.Wait(); err != nil {
+			t.Fatal(err)
+		}
+		w.check()
+	})
+}
+
+// TestNeedDamaged checks that a read does not wait for the end of the stream
+// when its frame arrived damaged.
+func TestNeedDamaged(t *testing.T) {
+	m := newImage(t, "a", files(100)...)
+	with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
+		s.group = 1
+		s.scripts = []script{{damage: map[int]bool{0: true}, before: func(pos int, sv *serving) {
+			if pos == 5 {
+				<-sv.arrived // never: the worker ends this stream
+			}
+		}}}
+		// The server's handler waits without looking at its request.
+		unblock := func() {
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			for _, sv := range s.running {
+				sv.arrived <- struct{}{}
+			}
+		}
+		c := s.client(t, ClientOptions{})
+		defer c.Close()
+		p := Start(t.Context(), w.options(c, 1))
+		s.sentFrames(t, 5)
+		a := w.arena(t, m)
+		if err := p.Need(t.Context(), a, 0, 1); err != nil {
+			t.Error(err)
+		}
+		unblock()
+		if err := p.Wait(); err != nil {
+			t.Fatal(err)
+		}
+		w.check()
+	})
+}
+
+// TestFullDisk has the arena on a filesystem that fills up.
+func TestFullDisk(t *testing.T) {
+	dir := t.TempDir()
+	if err := unix.Mount("tmpfs", dir, "tmpfs", 0, "size=1m"); err != nil {
+		t.Skipf("mounting a small filesystem needs root: %v", err)
+	}
+	defer unix.Unmount(dir, unix.MNT_DETACH)
+	m := newImage(t, "a", blob(1, 1<<20), blob(2, 1<<20), blob(3, 1<<20))
+	s := newServer(m)
+	defer s.close()
+	w := newWorker(t, s, dir)
+	defer w.close()
+	c := s.client(t, ClientOptions{})
+	defer c.Close()
+	err := Start(t.Context(), w.options(c, 1)).Wait()
+	if !errors.Is(err, unix.ENOSPC) || !strings.Contains(err.Error(), "foil rm") {
+		t.Errorf("Wait: %v", err)
+	}
+	a := w.arena(t, m)
+	if err := a.Verify(t.Context(), func(c arena.Checked) error { return c.Err }); err != nil {
+		t.Errorf("what is present is wrong: %v", err)
+	}
+	if err := a.Wait(t.Context(), 0, a.Layout().Size()); !errors.Is(err, unix.ENOSPC) {
+		t.Errorf("a read: %v", err)
+	}
+}

@@ -1,0 +1,527 @@
+package fetch
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/opencontainers/go-digest"
+	"github.com/opencontainers/image-spec/identity"
+	"github.com/opencontainers/image-spec/specs-go"
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+	"golang.org/x/sys/unix"
+
+	"hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/format/segment"
+	"hydrofoil.dev/foil/internal/format/toc"
+	"hydrofoil.dev/foil/internal/worker/arena"
+)
+
+// fataler is *testing.T, *testing.B or *rapid.T.
+type fataler interface {
+	Helper()
+	Fatal(...any)
+	Fatalf(string, ...any)
+	Errorf(string, ...any)
+}
+
+// image is an image on the fake server.
+type image struct {
+	bundle.Image
+	toc  *toc.TOC
+	data map[segment.ID][]byte
+}
+
+// blob returns n bytes that seed decides, compressible a little.
+func blob(seed uint64, n int) []byte {
+	r := rand.New(rand.NewPCG(seed, 1))
+	b := make([]byte, n)
+	for i := range b {
+		b[i] = byte(r.IntN(64))
+	}
+	return b
+}
+
+// newImage returns an image of the files.
+func newImage(t fataler, name string, files ...[]byte) *image {
+	t.Helper()
+	m := &image{data: make(map[segment.ID][]byte)}
+	diff := digest.FromString(name)
+	m.ChainID = identity.ChainID([]digest.Digest{diff})
+	root := &toc.File{Mode: unix.S_IFDIR | 0o755, Children: map[string]*toc.File{}}
+	sp := segment.NewSplitter(nil)
+	for i, f := range files {
+		file := &toc.File{Mode: unix.S_IFREG | 0o644}
+		sp.Reset(bytes.NewReader(f))
+		c := &toc.Bytes{}
+		for {
+			p, err := sp.Next()
+			if errors.Is(err, io.EOF) {
+				break
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			c.Segments = append(c.Segments, toc.Segment{ID: p.ID, Offset: p.Offset, Length: p.Length})
+			m.data[p.ID] = slices.Clone(p.Bytes)
+		}
+		if c.ID, c.Size = sp.Content(); c.Size > 0 {
+			file.Content = c
+		}
+		root.Children[fmt.Sprintf("%04d", i)] = file
+	}
+	var err error
+	if m.toc, err = toc.Build(m.ChainID, root); err != nil {
+		t.Fatal(err)
+	}
+	if m.TOC, err = toc.Encode(m.toc); err != nil {
+		t.Fatal(err)
+	}
+	m.TOCDigest, m.Segments = toc.Digest(m.TOC), uint32(len(m.toc.Segments))
+	m.Config = jsonBlob(ocispec.MediaTypeImageConfig, ocispec.Image{RootFS: ocispec.RootFS{Type: "layers", DiffIDs: []digest.Digest{diff}}})
+	m.Manifest = jsonBlob(ocispec.MediaTypeImageManifest, ocispec.Manifest{
+		Versioned: specs.Versioned{SchemaVersion: 2},
+		Config:    ocispec.Descriptor{Digest: m.Config.Digest},
+		Layers:    []ocispec.Descriptor{{Digest: diff}},
+	})
+	return m
+}
+
+func jsonBlob(mediaType string, v any) bundle.Blob {
+	b, err := json.Marshal(v)
+	if err != nil {
+		panic(err)
+	}
+	return bundle.Blob{Digest: digest.FromBytes(b), MediaType: mediaType, Bytes: b}
+}
+
+// script is what goes wrong with one stream.
+type script struct {
+	status  int           // answer with this instead
+	said    *bundle.Error // an Error section instead of images
+	cutAt   int64         // break off after so many bytes; 0: do not
+	how     string        // "reset" the stream (default), "close" the connection, "stall"
+	damage  map[int]bool  // positions in the order of frames
+	shuffle uint64        // seed to send frames in another order
+	image   func(*bundle.Image)
+	plan    func(*bundle.Plan)
+	before  func(pos int, s *serving) // called before each frame
+	leave   map[segment.ID]bool       // segments left out of the plan
+}
+
+// server is a fake server on a network of pipes.
+type server struct {
+	images  map[string]*image // by repository
+	scripts []script          // of the streams, in their order; then nothing goes wrong
+	group   int               // segments a frame
+
+	http  *http.Server
+	pipes *pipes
+
+	mu         sync.Mutex
+	requests   []bundle.Request
+	frames     int // sent, of all streams
+	promotions [][]uint32
+	sent       []segment.ID // of all streams
+	running    map[string]*serving
+}
+
+// serving is one stream.
+type serving struct {
+	mu       sync.Mutex
+	promoted []uint32
+	arrived  chan struct{} // a promotion did
+}
+
+func newServer(images ...*image) *server {
+	s := &server{images: map[string]*image{}, group: 3, running: map[string]*serving{}, pipes: newPipes()}
+	for i, m := range images {
+		s.images[fmt.Sprintf("image%d", i)] = m
+	}
+	mux := http.NewServeMux()
+	mux.HandleFunc("POST "+bundle.PullPath, s.pull)
+	mux.HandleFunc("POST "+bundle.PromotePath, s.promote)
+	s.http = &http.Server{Handler: mux, Protocols: new(http.Protocols), ConnContext: func(ctx context.Context, c net.Conn) context.Context { return context.WithValue(ctx, connKey{}, c) }}
+	s.http.Protocols.SetUnencryptedHTTP2(true)
+	go s.http.Serve(s.pipes)
+	return s
+}
+
+func (s *server) close() { s.http.Close() }
+
+func (s *server) client(t fataler, opts ClientOptions) *Client {
+	t.Helper()
+	opts.Base, opts.Dial = "http://server.test", s.pipes.dial
+	c, err := NewClient(opts)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return c
+}
+
+func (s *server) pull(w http.ResponseWriter, r *http.Request) {
+	body, err := io.ReadAll(r.Body)
+	if err != nil {
+		return
+	}
+	req, err := bundle.DecodeRequest(body)
+	if err != nil {
+		http.Error(w, err.Error(), http.StatusBadRequest)
+		return
+	}
+	s.mu.Lock()
+	n := len(s.requests)
+	s.requests = append(s.requests, *req)
+	var sc script
+	if n < len(s.scripts) {
+		sc = s.scripts[n]
+	}
+	id := fmt.Sprintf("stream%d", n)
+	serving := &serving{arrived: make(chan struct{}, 100)}
+	s.running[id] = serving
+	s.mu.Unlock()
+	defer func() {
+		s.mu.Lock()
+		delete(s.running, id)
+		s.mu.Unlock()
+	}()
+	if sc.status != 0 {
+		w.WriteHeader(sc.status)
+		json.NewEncoder(w).Encode(bundle.Error{Code: bundle.CodeNotFound, Message: "no such image"})
+		return
+	}
+	c := &cutter{w: w, r: r, at: sc.cutAt, how: sc.how}
+	out := bundle.NewWriter(c)
+	out.Hello(bundle.Hello{Version: 1, Stream: id})
+	if sc.said != nil {
+		out.Error(sc.said)
+		return
+	}
+	var images []*image
+	for i, want := range req.Images {
+		m := s.images[want.Repository]
+		header := m.Image
+		header.Index = i
+		for _, h := range req.Have {
+			if h.ChainID == m.ChainID && h.TOC == m.TOCDigest {
+				header.TOC = nil
+			}
+		}
+		if sc.image != nil {
+			sc.image(&header)
+		}
+		out.Image(&header)
+		images = append(images, m)
+	}
+	plan, frames := s.plan(images, req, sc.leave)
+	if sc.plan != nil {
+		sc.plan(plan)
+	}
+	out.Plan(plan)
+	out.Flush()
+	order := make([]uint32, len(frames))
+	for i := range order {
+		order[i] = uint32(i)
+	}
+	if sc.shuffle != 0 {
+		rand.New(rand.NewPCG(sc.shuffle, 2)).Shuffle(len(order), func(i, j int) { order[i], order[j] = order[j], order[i] })
+	}
+	done := map[uint32]bool{}
+	pos := 0
+	send := func(f uint32) {
+		if done[f] {
+			return
+		}
+		done[f] = true
+		data := frames[f].bytes
+		if sc.damage[pos] {
+			data = slices.Clone(data)
+			data[len(data)*2/3] ^= 0x40
+		}
+		out.Frame(f, data)
+		out.Flush()
+		s.mu.Lock()
+		s.sent = append(s.sent, frames[f].ids...)
+		s.frames++
+		s.mu.Unlock()
+		pos++
+	}
+	for _, f := range order {
+		if sc.before != nil {
+			sc.before(pos, serving)
+		}
+		serving.mu.Lock()
+		promoted := serving.promoted
+		serving.promoted = nil
+		serving.mu.Unlock()
+		for _, f := range promoted {
+			send(f)
+		}
+		send(f)
+	}
+	out.End()
+}
+
+type frame struct {
+	bytes []byte
+	ids   []segment.ID
+}
+
+// plan leaves out what the worker has, and puts s.group segments in a frame.
+func (s *server) plan(images []*image, req *bundle.Request, leave map[segment.ID]bool) (*bundle.Plan, []frame) {
+	have := map[segment.ID]bool{{}: true}
+	for id := range leave {
+		have[id] = true
+	}
+	for _, h := range req.Have {
+		for _, m := range s.images {
+			if m.ChainID == h.ChainID && m.TOCDigest == h.TOC {
+				for i, seg := range m.toc.Segments {
+					if h.Present == nil || h.Present[i/8]>>(i%8)&1 != 0 {
+						have[seg.ID] = true
+					}
+				}
+			}
+		}
+	}
+	p := &bundle.Plan{}
+	var frames []frame
+	var bytes [][]byte
+	var ids []segment.ID
+	flush := func() {
+		if len(bytes) == 0 {
+			return
+		}
+		f := bundle.PlanFrame{First: uint32(len(p.Segments) - len(bytes)), Segments: uint32(len(bytes))}
+		for _, b := range bytes {
+			f.RawLength += uint32(len(b))
+		}
+		encoded, err := segment.AppendFrame(nil, segment.Zstd, bytes...)
+		if err != nil {
+			panic(err)
+		}
+		f.MaxLength = uint32(len(encoded))
+		p.Frames = append(p.Frames, f)
+		p.MaxBytes += bundle.SectionLength(len(encoded))
+		p.ContentBytes += int64(f.RawLength)
+		frames = append(frames, frame{encoded, ids})
+		bytes, ids = nil, nil
+	}
+	base, size := 0, 0
+	for _, m := range images {
+		for i, seg := range m.toc.Segments {
+			if have[seg.ID] {
+				continue
+			}
+			have[seg.ID] = true
+			if size += int(seg.Length); len(bytes) == s.group || size > segment.MaxFrameRaw {
+				flush()
+				size = int(seg.Length)
+			}
+			p.Segments = append(p.Segments, uint32(base+i))
+			bytes, ids = append(bytes, m.data[seg.ID]), append(ids, seg.ID)
+		}
+		base += len(m.toc.Segments)
+	}
+	flush()
+	return p, frames
+}
+
+func (s *server) promote(w http.ResponseWriter, r *http.Request) {
+	var p bundle.Promotion
+	if err := json.NewDecoder(r.Body).Decode(&p); err != nil {
+		http.Error(w, err.Error(), http.StatusBadRequest)
+		return
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.promotions = append(s.promotions, p.Frames)
+	stream := s.running[p.Stream]
+	if stream == nil {
+		http.NotFound(w, r)
+		return
+	}
+	stream.mu.Lock()
+	stream.promoted = append(stream.promoted, p.Frames...)
+	stream.mu.Unlock()
+	stream.arrived <- struct{}{}
+	w.WriteHeader(http.StatusNoContent)
+}
+
+// cutter breaks a stream off after so many bytes.
+type cutter struct {
+	w   http.ResponseWriter
+	r   *http.Request
+	n   int64
+	at  int64
+	how string
+}
+
+func (c *cutter) Write(b []byte) (int, error) {
+	cut := c.at > 0 && c.n+int64(len(b)) > c.at
+	if cut {
+		b = b[:c.at-c.n]
+	}
+	n, err := c.w.Write(b)
+	c.n += int64(n)
+	if err != nil {
+		return n, err
+	}
+	http.NewResponseController(c.w).Flush()
+	if !cut {
+		return n, nil
+	}
+	switch c.how {
+	case "stall":
+		<-c.r.Context().Done()
+	case "close":
+		c.r.Context().Value(connKey{}).(net.Conn).Close() //nolint:errcheck
+	}
+	panic(http.ErrAbortHandler)
+}
+
+type connKey struct{}
+
+// pipes is a listener whose connections are made by dial, in memory.
+type pipes struct {
+	conns  chan net.Conn
+	closed chan struct{}
+	once   sync.Once
+}
+
+func newPipes() *pipes {
+	return &pipes{conns: make(chan net.Conn), closed: make(chan struct{})}
+}
+
+func (p *pipes) dial(ctx context.Context, _, _ string) (net.Conn, error) {
+	here, there := net.Pipe()
+	select {
+	case p.conns <- there:
+		return here, nil
+	case <-p.closed:
+		return nil, unix.ECONNREFUSED
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+}
+
+func (p *pipes) Accept() (net.Conn, error) {
+	select {
+	case c := <-p.conns:
+		return c, nil
+	case <-p.closed:
+		return nil, net.ErrClosed
+	}
+}
+
+func (p *pipes) Close() error   { p.once.Do(func() { close(p.closed) }); return nil }
+func (p *pipes) Addr() net.Addr { return &net.UnixAddr{Name: "pipes"} }
+
+// worker opens arenas for images in a directory.
+type worker struct {
+	t      fataler
+	dir    string
+	server *server
+	in     func(m *image, content int) bool // what is fetched; nil: all
+	mu     sync.Mutex
+	arenas map[digest.Digest]*arena.Arena
+	opened atomic.Int64
+}
+
+func newWorker(t fataler, s *server, dir string) *worker {
+	return &worker{t: t, dir: dir, server: s, arenas: map[digest.Digest]*arena.Arena{}}
+}
+
+func (w *worker) open(_ context.Context, img *bundle.Image, t *toc.TOC) (*arena.Arena, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	defer w.opened.Add(1)
+	if a := w.arenas[img.ChainID]; a != nil {
+		return a, nil
+	}
+	var m *image
+	for _, have := range w.server.images {
+		if have.ChainID == img.ChainID {
+			m = have
+		}
+	}
+	var in func(int) bool
+	if w.in != nil {
+		in = func(c int) bool { return w.in(m, c) }
+	}
+	l, err := arena.NewLayout(t, in)
+	if err != nil {
+		return nil, err
+	}
+	a, err := arena.Create(filepath.Join(w.dir, img.ChainID.Encoded()), l)
+	if err != nil {
+		return nil, err
+	}
+	w.arenas[img.ChainID] = a
+	return a, nil
+}
+
+func (w *worker) options(c *Client, images int) Options {
+	o := Options{Client: c, Pause: time.Millisecond, Open: w.open, TOC: func(_ context.Context, img *bundle.Image) ([]byte, error) {
+		for _, m := range w.server.images {
+			if m.ChainID == img.ChainID {
+				return m.TOC, nil
+			}
+		}
+		return nil, errors.New("no TOC")
+	}}
+	o.Request.Versions = []int{1}
+	for i := range images {
+		o.Request.Images = append(o.Request.Images, bundle.ImageRequest{Repository: fmt.Sprintf("image%d", i), Reference: "latest"})
+	}
+	return o
+}
+
+// check compares every arena with the contents that it should have.
+func (w *worker) check() {
+	w.t.Helper()
+	for _, m := range w.server.images {
+		a := w.arenas[m.ChainID]
+		if a == nil {
+			continue
+		}
+		if !a.Complete() {
+			w.t.Errorf("arena of %s lacks %d segments", m.ChainID, a.Missing())
+		}
+		want := make([]byte, a.Layout().Size())
+		for i, c := range m.toc.Contents {
+			off, ok := a.Layout().Offset(i)
+			if !ok {
+				continue
+			}
+			for _, s := range m.toc.Segments[c.First : c.First+c.Segments] {
+				copy(want[off+s.Offset:], m.data[s.ID])
+			}
+		}
+		got, err := os.ReadFile(filepath.Join(a.Dir(), arena.FileName))
+		if err != nil {
+			w.t.Fatal(err)
+		}
+		if !bytes.Equal(got, want) {
+			w.t.Errorf("the arena of %s differs from the contents", m.ChainID)
+		}
+	}
+}
+
+func (w *worker) close() {
+	for _, a := range w.arenas {
+		a.Close()
+	}
+}
