@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"log/slog"
 	"math"
 	"os"
@@ -169,9 +168,10 @@ type guarded struct {
 	backing Backing
 	ctx     context.Context // ends with Release or Close
 	cancel  context.CancelFunc
-	// released is set, before ctx is cancelled, when Release has removed the mark.
-	released atomic.Bool
-	since    time.Time // of the release
+	// released is set, before ctx is cancelled, when Release has removed the
+	// mark; complete, before it, if everything was present by then.
+	released, complete atomic.Bool
+	since              time.Time // of the release
 
 	logMu    sync.Mutex
 	logged   time.Time
@@ -536,9 +536,16 @@ func (g *Fanotify) resume(a *guarded) {
 	}
 }
 
-// Release implements Gate. Reads of the arena that wait go on if their range is present and fail with EIO
-// if it is not; every later read is let through by the kernel unasked, so an arena
-// with absent blocks must not be mounted any more.
+// present asks the backing, or, once a complete arena is released, nobody:
+// the caller may have closed it when late events come.
+func (a *guarded) present(off, n int64) bool {
+	return a.complete.Load() || a.backing.Present(off, n)
+}
+
+// Release implements Gate. Every later read is let through by the kernel
+// unasked, so an arena with absent blocks must not be mounted any more. Should
+// one be released, then reads of it that wait go on if their range is present,
+// and fail with EIO if it is not.
 func (g *Fanotify) Release(name string) error {
 	g.mu.Lock()
 	a := g.names[name]
@@ -546,9 +553,14 @@ func (g *Fanotify) Release(name string) error {
 	if a == nil {
 		return fmt.Errorf("release arena %s: not behind the gate", name)
 	}
+	st, err := a.file.Stat()
+	if err != nil {
+		return fmt.Errorf("release arena %s: %w", name, err)
+	}
 	if err := kernel.UnmarkPreAccess(g.group, a.file); err != nil {
 		return fmt.Errorf("release arena %s: %w", name, err)
 	}
+	a.complete.Store(a.backing.Present(0, st.Size()))
 	g.mu.Lock()
 	if g.names[name] != a {
 		g.mu.Unlock()
@@ -786,7 +798,7 @@ func (g *Fanotify) handle(p pendingEvent) {
 		g.log.Warn("read failed with EIO: no arena of this gate",
 			"dev", p.inode.dev, "inode", p.inode.ino, "offset", p.off, "count", p.n, "pid", p.pid)
 		g.decide(p, false)
-	case a.backing.Present(p.off, p.n):
+	case a.present(p.off, p.n):
 		g.decide(p, true)
 	default:
 		g.mu.Lock()
@@ -809,7 +821,7 @@ func (g *Fanotify) waitLocked(a *guarded, p pendingEvent) {
 		err := a.backing.Need(a.ctx, p.off, p.n)
 		// Need's word is not enough after an error or a Release: the presence
 		// map decides.
-		if a.backing.Present(p.off, p.n) {
+		if a.present(p.off, p.n) {
 			g.decide(p, true)
 			return
 		}
@@ -903,5 +915,3 @@ func (g *Fanotify) answer(number int32, allow, stale bool) {
 		g.log.Error("gate cannot answer", "number", number, "err", err)
 	}
 }
-
-var _ io.Closer = (*Fanotify)(nil)

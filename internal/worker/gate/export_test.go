@@ -1,0 +1,30 @@
+package gate
+
+import (
+	"os"
+
+	"golang.org/x/sys/unix"
+)
+
+// WithStop returns o with a function that is called at the points "read",
+// "noted", "handled" and "answered".
+func (o Options) WithStop(stop func(point string)) Options {
+	o.stop = stop
+	return o
+}
+
+// Group returns another descriptor of the group.
+func (g *Fanotify) Group() (*os.File, error) { return duplicate(g.groupFD, KeptGroup) }
+
+// Journal returns another descriptor of the journal.
+func (g *Fanotify) Journal() (*os.File, error) {
+	return duplicate(int(g.journal.file.Fd()), KeptJournal)
+}
+
+func duplicate(fd int, name string) (*os.File, error) {
+	fd, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0)
+	if err != nil {
+		return nil, err
+	}
+	return os.NewFile(uintptr(fd), name), nil
+}
