@@ -18,7 +18,7 @@ BENCH ?= .
 
 LINT := $(CACHE)/bin/golangci-lint
 
-.PHONY: build test lint vet unit race demo bench-go fuzz deps clean
+.PHONY: build test lint vet unit race demo bench-go fuzz deps tidy clean
 
 build:
 	CGO_ENABLED=0 $(GO) build -trimpath -buildvcs=false -ldflags '$(LDFLAGS)' -o bin/foil ./cmd/foil
@@ -59,6 +59,11 @@ bench-go:
 # Each fuzz target for FUZZTIME. `go test` takes one target at a time.
 fuzz:
 	@scripts/fuzz $(FUZZTIME)
+
+# bench requires what the product requires, at the same versions.
+tidy:
+	$(GO) mod tidy
+	cd bench && $(GO) mod tidy
 
 clean:
 	rm -rf bin .cache

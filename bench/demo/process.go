@@ -94,7 +94,7 @@ func (p *process) until(ctx context.Context, what string, test func() bool) erro
 			}
 			return err
 		case <-done:
-			return fmt.Errorf("demo: %s: %s ended too early: %v%s", what, p.name, p.err, p.said())
+			return fmt.Errorf("demo: %s: %s ended too early (%v)%s", what, p.name, p.cmd.ProcessState, p.said())
 		case <-ticker.C:
 		}
 	}

@@ -3,7 +3,6 @@ package demo
 import (
 	"fmt"
 	"strings"
-	"text/tabwriter"
 	"time"
 )
 
@@ -36,18 +35,17 @@ func (c comparison) floor(rtt time.Duration, rate int64) time.Duration {
 func (t table) String() string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "\n%g Mbit/s, %v round trip, until %s\n\n", float64(t.rate)/1e6, t.rtt, t.ready)
-	w := tabwriter.NewWriter(&b, 0, 0, 3, ' ', tabwriter.AlignRight)
-	fmt.Fprintln(w, "\t\ttime to ready\tmoved when ready\tmoved in all\tagainst floor\t")
+	const line = "%-8s %-22s %14s %18s %14s %10s\n"
+	fmt.Fprintf(&b, line, "", "", "time to ready", "moved when ready", "moved in all", "of floor")
 	for _, c := range t.rows {
 		floor := c.floor(t.rtt, t.rate)
 		for i, who := range []string{"containerd, full pull", "foil run"} {
 			r := c.results[i]
-			fmt.Fprintf(w, "%s\t%s\t%.2f s\t%.2f MB\t%.2f MB\t%.1f\t\n", c.name, who,
-				r.time.Seconds(), mb(r.atReady), mb(r.moved), r.time.Seconds()/floor.Seconds())
+			fmt.Fprintf(&b, line, c.name, who, seconds(r.time), megabytes(r.atReady), megabytes(r.moved),
+				fmt.Sprintf("%.2f", r.time.Seconds()/floor.Seconds()))
 		}
-		fmt.Fprintf(w, "%s\tfloor T*\t%.2f s\t%.2f MB\t\t1.0\t\n", c.name, floor.Seconds(), mb(c.startup.compressed))
+		fmt.Fprintf(&b, line, c.name, "floor T*", seconds(floor), megabytes(c.startup.compressed), "", "1.00")
 	}
-	w.Flush()
 	b.WriteString("\n")
 	for _, c := range t.rows {
 		full, foil := c.results[0], c.results[1]
@@ -59,3 +57,6 @@ func (t table) String() string {
 	}
 	return b.String()
 }
+
+func seconds(d time.Duration) string { return fmt.Sprintf("%.2f s", d.Seconds()) }
+func megabytes(n int64) string       { return fmt.Sprintf("%.2f MB", mb(n)) }
