@@ -76,7 +76,7 @@ func advise(root string, err error) error {
 	next := map[string]struct{ advice, has string }{
 		api.CodeUnauthorized: {"The registry wants credentials, and foil has none to give: use a registry that allows anonymous pulls.", "credential"},
 		api.CodeUnavailable:  {"Is the server up, and reachable from here? One that speaks HTTP without TLS needs --plain-http.", "--plain-http"},
-		api.CodeUnsupported:  {"What this host can do, and what to do about it: foil doctor --root " + root, "foil doctor"},
+		api.CodeUnsupported:  {"What this host can do, and what to do about it: foil doctor --root " + root, "server"},
 		api.CodeNoSpace:      {"What is on the worker: foil images. To remove something: foil rm REF.", "foil rm"},
 		api.CodeCorrupt:      {"What is wrong in detail: foil verify REF. To start afresh: foil rm REF, and pull again.", "foil rm"},
 		api.CodeInternal:     {"The daemon's log may say more: " + api.LogPath(root) + ", or journalctl -u foil.", "'s log"},
