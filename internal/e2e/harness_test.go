@@ -65,7 +65,7 @@ func testMain(m *testing.M) int {
 
 // process is one foil process of a test.
 type process struct {
-	t    *testing.T
+	t    testing.TB
 	cmd  *exec.Cmd
 	log  *logBuffer
 	done chan struct{}
@@ -90,7 +90,7 @@ func (l *logBuffer) String() string {
 	return l.b.String()
 }
 
-func start(t *testing.T, args ...string) *process {
+func start(t testing.TB, args ...string) *process {
 	t.Helper()
 	p := &process{t: t, cmd: exec.Command(foil, args...), log: new(logBuffer), done: make(chan struct{})}
 	p.cmd.Stdout, p.cmd.Stderr = p.log, p.log
@@ -132,12 +132,12 @@ type server struct {
 	addr string
 }
 
-func startServer(t *testing.T, root string) *server {
+func startServer(t testing.TB, root string) *server {
 	t.Helper()
 	return startServerAt(t, root, freeAddr(t))
 }
 
-func startServerAt(t *testing.T, root, addr string) *server {
+func startServerAt(t testing.TB, root, addr string) *server {
 	t.Helper()
 	s := &server{root: root, addr: addr}
 	s.process = start(t, "serve", "--root", root, "--listen", addr)
@@ -160,7 +160,7 @@ func startServerAt(t *testing.T, root, addr string) *server {
 	return s
 }
 
-func freeAddr(t *testing.T) string {
+func freeAddr(t testing.TB) string {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -179,7 +179,7 @@ type worker struct {
 
 // workerRoot makes a worker's root on a filesystem that can be marked, and
 // unmounts at the end whatever is mounted below it.
-func workerRoot(t *testing.T) string {
+func workerRoot(t testing.TB) string {
 	t.Helper()
 	root, err := os.MkdirTemp("", "foil-worker-")
 	if err != nil {
@@ -205,7 +205,7 @@ func workerRoot(t *testing.T) string {
 
 // endKeeper ends the keeper of a root whose daemon is gone, if it is still
 // there: with something incomplete it stays on purpose.
-func endKeeper(t *testing.T, root string) {
+func endKeeper(t testing.TB, root string) {
 	t.Helper()
 	for _, pid := range pidsOf(t, root, "keeper") {
 		_ = syscall.Kill(pid, syscall.SIGKILL)
@@ -219,7 +219,7 @@ func endKeeper(t *testing.T, root string) {
 }
 
 // pidsOf finds this test's own processes `foil <command> ... <root>...`.
-func pidsOf(t *testing.T, root, command string) []int {
+func pidsOf(t testing.TB, root, command string) []int {
 	t.Helper()
 	dirs, err := filepath.Glob("/proc/[0-9]*/cmdline")
 	if err != nil {
@@ -242,7 +242,7 @@ func pidsOf(t *testing.T, root, command string) []int {
 	return pids
 }
 
-func startWorker(t *testing.T, root string, flags ...string) *worker {
+func startWorker(t testing.TB, root string, flags ...string) *worker {
 	t.Helper()
 	w := &worker{root: root, client: api.Dial(root)}
 	w.process = start(t, append([]string{"node", "--root", root}, flags...)...)
@@ -333,7 +333,7 @@ type image struct {
 	manifest []byte
 }
 
-func newImage(t *testing.T, cfg ocispec.ImageConfig, layers ...layertest.Blob) image {
+func newImage(t testing.TB, cfg ocispec.ImageConfig, layers ...layertest.Blob) image {
 	t.Helper()
 	img := image{layers: layers}
 	c := ocispec.Image{Config: cfg, Platform: ocispec.Platform{OS: "linux", Architecture: "amd64"}}
@@ -425,7 +425,7 @@ func do(method string, u *url.URL, mediaType string, body []byte) error {
 
 // link is a slow way to a server that a test can cut. Clients use its address.
 type link struct {
-	t      *testing.T
+	t      testing.TB
 	addr   string
 	target string
 	l      net.Listener
@@ -441,7 +441,7 @@ type link struct {
 	corrupt func(b []byte)
 }
 
-func newLink(t *testing.T, target string, rate int64) *link {
+func newLink(t testing.TB, target string, rate int64) *link {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -578,7 +578,7 @@ func (k *link) via(ref string) string {
 }
 
 // eventually waits until cond returns nil.
-func eventually(t *testing.T, what string, cond func() error) {
+func eventually(t testing.TB, what string, cond func() error) {
 	t.Helper()
 	deadline := time.Now().Add(30 * time.Second)
 	for {
@@ -601,7 +601,7 @@ func noise(n int) string {
 }
 
 // command runs foil to its end and returns what it printed and its exit code.
-func command(t *testing.T, args ...string) (stdout, stderr string, code int) {
+func command(t testing.TB, args ...string) (stdout, stderr string, code int) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	defer cancel()

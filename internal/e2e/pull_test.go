@@ -21,7 +21,7 @@ import (
 )
 
 // unpack is what containerd's own unpacker makes of an image's layers.
-func unpack(t *testing.T, img image) string {
+func unpack(t testing.TB, img image) string {
 	t.Helper()
 	dir := t.TempDir()
 	for _, l := range img.layers {
@@ -37,7 +37,7 @@ func unpack(t *testing.T, img image) string {
 	return dir
 }
 
-func snapshot(t *testing.T, dir string) fstest.Tree {
+func snapshot(t testing.TB, dir string) fstest.Tree {
 	t.Helper()
 	tree, err := fstest.Snapshot(dir)
 	if err != nil {
@@ -117,7 +117,7 @@ func TestWhatIsMountedIsWhatContainerdUnpacks(t *testing.T) {
 
 // manyFiles is an image of n files with bytes that do not compress; seed and
 // changed decide which files differ from those of another.
-func manyFiles(t *testing.T, n, size int, seed uint64, changed float64) image {
+func manyFiles(t testing.TB, n, size int, seed uint64, changed float64) image {
 	t.Helper()
 	var base, app layertest.Layer
 	base = append(base, layertest.Dir("bin", 0o755), layertest.Dir("data", 0o755))
