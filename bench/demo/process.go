@@ -73,8 +73,12 @@ func (p *process) said() string {
 	if err != nil || len(strings.TrimSpace(string(text))) == 0 {
 		return ""
 	}
-	lines := strings.Split(strings.TrimSpace(string(text)), "\n")
-	return "; it said:\n" + strings.Join(lines[max(0, len(lines)-12):], "\n")
+	return "; it said:\n" + lastLines(strings.TrimSpace(string(text)))
+}
+
+func lastLines(text string) string {
+	lines := strings.Split(text, "\n")
+	return strings.Join(lines[max(0, len(lines)-12):], "\n")
 }
 
 // until polls test until it is true, ctx ends, or p does (p may be nil).
@@ -112,10 +116,14 @@ func (d *demo) run(ctx context.Context, side link.Side, name string, args ...str
 	cmd.WaitDelay = 5 * time.Second
 	if err := cmd.Run(); err != nil {
 		if ctx.Err() != nil {
-			err = context.Cause(ctx)
+			return "", fmt.Errorf("demo: %s: %w", filepath.Base(name), context.Cause(ctx))
 		}
-		said := strings.TrimSpace(stderr.String() + stdout.String())
-		return "", fmt.Errorf("demo: %s %s: %w\n%s", filepath.Base(name), strings.Join(args, " "), err, said)
+		// ctr draws its progress on its standard output, over and over.
+		said := strings.TrimSpace(stderr.String())
+		if said == "" {
+			said = strings.TrimSpace(stdout.String())
+		}
+		return "", fmt.Errorf("demo: %s %s: %w\n%s", filepath.Base(name), strings.Join(args, " "), err, lastLines(said))
 	}
 	return stdout.String(), nil
 }

@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -107,9 +108,10 @@ func (b *Builder) Build(ctx context.Context, c Catalogue, ref string) (*Built, e
 	return built, nil
 }
 
-// Fetch gets an image from any registry, as skopeo finds it: REF is
-// HOST/REPOSITORY[:TAG]. It is fetched again each time, unless it is named by
-// its digest.
+// Fetch gets an image by skopeo: ref is HOST/REPOSITORY[:TAG] of any registry, or
+// anything else that skopeo can copy from, with its transport
+// (docker-archive:FILE, oci:DIR:TAG). It is fetched again each time, unless it is
+// named by its digest. A registry at a loopback address need not speak TLS.
 func (b *Builder) Fetch(ctx context.Context, ref string) (*Built, error) {
 	unlock, err := b.lock()
 	if err != nil {
@@ -124,8 +126,9 @@ func (b *Builder) Fetch(ctx context.Context, ref string) (*Built, error) {
 	}
 	err = b.once(layout, func(dir string) error {
 		b.log("fetching %s", ref)
-		cmd := exec.CommandContext(ctx, "skopeo", "copy", "docker://"+ref, "oci:"+dir+":fetched")
-		if err := run(cmd); err != nil {
+		source, args := skopeoSource(ref)
+		args = append([]string{"copy"}, append(args, source, "oci:"+dir+":fetched")...)
+		if err := run(exec.CommandContext(ctx, "skopeo", args...)); err != nil {
 			return fmt.Errorf("images: fetch %s: %w", ref, err)
 		}
 		return nil
@@ -134,6 +137,25 @@ func (b *Builder) Fetch(ctx context.Context, ref string) (*Built, error) {
 		return nil, err
 	}
 	return Open(layout, "fetched")
+}
+
+// skopeoSource is what skopeo calls ref, and the options that it takes for it.
+func skopeoSource(ref string) (source string, options []string) {
+	// A transport ends with a colon before any slash; so does a host with a
+	// port, but no transport has a number after it.
+	transport, rest, ok := strings.Cut(ref, ":")
+	isPort := rest != "" && rest[0] >= '0' && rest[0] <= '9' && strings.Contains(rest, "/")
+	if ok && !strings.ContainsAny(transport, "/.[") && !isPort {
+		return ref, nil
+	}
+	host, _, _ := strings.Cut(ref, "/")
+	if name, _, err := net.SplitHostPort(host); err == nil {
+		host = name
+	}
+	if ip := net.ParseIP(host); host == "localhost" || ip != nil && ip.IsLoopback() {
+		options = []string{"--src-tls-verify=false"}
+	}
+	return "docker://" + ref, options
 }
 
 // once makes a directory by fill unless it is there; half a one is never there.

@@ -180,3 +180,22 @@ func TestOnce(t *testing.T) {
 		t.Errorf("built %d times", calls)
 	}
 }
+
+func TestSkopeoSource(t *testing.T) {
+	for ref, want := range map[string]string{
+		"registry.example/redis:7":       "docker://registry.example/redis:7",
+		"registry.example:5000/redis":    "docker://registry.example:5000/redis",
+		"localhost:5000/redis:7":         "docker://localhost:5000/redis:7 --src-tls-verify=false",
+		"127.0.0.1:5000/redis:7":         "docker://127.0.0.1:5000/redis:7 --src-tls-verify=false",
+		"[::1]:5000/redis":               "docker://[::1]:5000/redis --src-tls-verify=false",
+		"docker://registry.example/a":    "docker://registry.example/a",
+		"docker-archive:/tmp/redis.tar":  "docker-archive:/tmp/redis.tar",
+		"oci:/tmp/layout:tag":            "oci:/tmp/layout:tag",
+		"registry.example/a@sha256:0000": "docker://registry.example/a@sha256:0000",
+	} {
+		source, options := skopeoSource(ref)
+		if got := strings.Join(append([]string{source}, options...), " "); got != want {
+			t.Errorf("%s: %s, want %s", ref, got, want)
+		}
+	}
+}

@@ -45,7 +45,7 @@ replaces its command. Such an image has no second version.`,
 	}
 	cmd.Flags().StringVar(&o.Foil, "foil", "../bin/foil", "the foil binary")
 	cmd.Flags().StringVar(&o.Cache, "cache", "../.cache", "where images are kept")
-	cmd.Flags().StringVar(&image, "image", "", "HOST/REPOSITORY[:TAG] of a registry, instead of redis")
+	cmd.Flags().StringVar(&image, "image", "", "HOST/REPOSITORY[:TAG] of a registry (or what else skopeo copies from), instead of redis")
 	cmd.Flags().StringVar(&o.Probe, "probe", "", "tcp:PORT, http:PORT/PATH or exit")
 	cmd.Flags().DurationVar(&o.RTT, "rtt", o.RTT, "round-trip time of the link")
 	cmd.Flags().Var(&rate, "rate", "rate of the link in each direction")
