@@ -16,6 +16,12 @@ func (p *pull) happened(kind api.EventKind, err error) {
 		e := asError(err)
 		ev.Err, ev.Code = e.Message, e.Code
 	}
+	if err == nil {
+		p.n.log.Info("image "+string(kind), "ref", ev.Ref, "digest", ev.Digest, "elapsed", seconds(ev.Elapsed),
+			"moved", ev.BytesMoved, "here", ev.ContentHere, "contents", ev.ContentTotal, "waits", ev.Waits, "waited", seconds(ev.Waited))
+	} else {
+		p.n.log.Error("pull failed", "ref", ev.Ref, "error", err)
+	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.milestones = append(p.milestones, ev)
@@ -87,4 +93,8 @@ func (p *pull) follow(ctx context.Context, until api.EventKind, interval time.Du
 			}
 		}
 	}
+}
+
+func seconds(s float64) time.Duration {
+	return time.Duration(s * float64(time.Second)).Round(time.Millisecond)
 }

@@ -126,7 +126,6 @@ func (p *pull) run() {
 	}
 	n.mu.Unlock()
 	if err != nil {
-		n.log.Error("pull failed", "ref", p.ref, "error", err)
 		p.happened(api.Failed, err)
 	} else {
 		p.happened(api.Complete, nil)
