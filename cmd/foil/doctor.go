@@ -51,7 +51,7 @@ type finding struct {
 
 func printDoctor(w io.Writer, root string, features []kernel.Feature, asJSON bool) error {
 	var rows, advice []string
-	lacking := 0
+	lacking, powerless := 0, false
 	for _, f := range features {
 		v := finding{f.Name, "ok", f.Need, f.Min, f.Detail, f.Fix}
 		switch {
@@ -68,15 +68,17 @@ func printDoctor(w io.Writer, root string, features []kernel.Feature, asJSON boo
 			continue
 		}
 		rows = append(rows, fmt.Sprintf("%s\t%s\t%s\t%s", f.Name, v.State, orDash(f.Min), orDash(f.Detail)))
-		if f.Fix != "" {
+		if f.Fix != "" && !powerless {
 			advice = append(advice, f.Name+": "+f.Fix)
 		}
+		// Without root the rest fails for that reason, and says nothing.
+		powerless = powerless || f.Name == "root" && !f.Have
 	}
 	var verdict error
 	gate := "fanotify"
 	if lacking > 0 {
 		gate = ""
-		verdict = fmt.Errorf("a worker cannot run on this host with its root at %s: %d of what it needs is missing", root, lacking)
+		verdict = fmt.Errorf("a worker cannot run on this host with its root at %s: what it needs is missing, see above", root)
 	}
 	if asJSON {
 		return errors.Join(printJSON(w, map[string]any{"gate": gate, "ok": lacking == 0}), verdict)

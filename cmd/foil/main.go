@@ -19,6 +19,7 @@ import (
 )
 
 func main() {
+	cobra.EnableCommandSorting = false // help lists commands as newRootCommand does
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	// The first signal asks the command to end; the second one ends it.
 	context.AfterFunc(ctx, stop)
@@ -49,22 +50,39 @@ It is one program with three faces:
 		SilenceErrors: true,
 		SilenceUsage:  true,
 	}
-	root.CompletionOptions.HiddenDefaultCmd = true
-	root.AddCommand(
-		newConfigCommand(),
-		newDoctorCommand(),
-		newImagesCommand(),
-		newKeeperCommand(),
-		newNodeCommand(),
-		newPsCommand(),
-		newPullCommand(),
-		newRmCommand(),
-		newRunCommand(),
-		newServeCommand(),
-		newStatusCommand(),
-		newVerifyCommand(),
-		newVersionCommand(),
-	)
+	const thisMachine = "This machine:"
+	for _, group := range []struct {
+		title    string
+		commands []*cobra.Command
+	}{
+		{"Images and containers:", []*cobra.Command{
+			newRunCommand(),
+			newPullCommand(),
+			newImagesCommand(),
+			newPsCommand(),
+			newStatusCommand(),
+			newVerifyCommand(),
+			newRmCommand(),
+		}},
+		{"Servers:", []*cobra.Command{
+			newServeCommand(),
+			newNodeCommand(),
+			newKeeperCommand(),
+		}},
+		{thisMachine, []*cobra.Command{
+			newDoctorCommand(),
+			newConfigCommand(),
+			newVersionCommand(),
+		}},
+	} {
+		root.AddGroup(&cobra.Group{ID: group.title, Title: group.title})
+		for _, c := range group.commands {
+			c.GroupID = group.title
+			root.AddCommand(c)
+		}
+	}
+	root.SetHelpCommandGroupID(thisMachine)
+	root.SetCompletionCommandGroupID(thisMachine)
 	return root
 }
 

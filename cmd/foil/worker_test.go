@@ -40,7 +40,7 @@ func TestAdvise(t *testing.T) {
 		}
 	}
 	plain := errors.New("plain")
-	if got := advise("/r", plain); got != plain {
+	if got := advise("/r", plain); !errors.Is(got, plain) || got.Error() != "plain" {
 		t.Errorf("got %v", got)
 	}
 	if advise("/r", nil) != nil {

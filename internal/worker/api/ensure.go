@@ -122,7 +122,7 @@ func start(ctx context.Context, c *Client, root string, command []string) error 
 		select {
 		case <-ctx.Done():
 			if errors.Is(ctx.Err(), context.DeadlineExceeded) {
-				return fmt.Errorf("the daemon (process %d) does not answer on %s (%v); the end of %s:\n%s",
+				return fmt.Errorf("the daemon (process %d) does not answer on %s (%w); the end of %s:\n%s",
 					pid, c.socket, err, LogPath(root), tail(log, from))
 			}
 			return context.Cause(ctx)
