@@ -359,22 +359,29 @@ func (p *Pull) request() bundle.Request {
 		if t == nil || slices.ContainsFunc(p.targets[:i], func(o *target) bool { return o != nil && o.header.ChainID == t.header.ChainID }) {
 			continue
 		}
-		req.Have = append(req.Have, bundle.Have{ChainID: t.header.ChainID, TOC: t.header.TOCDigest, Present: t.present()})
+		req.Have = append(req.Have, bundle.Have{ChainID: t.header.ChainID, TOC: t.header.TOCDigest, Present: t.present(p.opts.Request.Have)})
 	}
 	return req
 }
 
 // present returns a bitmap of the segments that the server need not send: those
-// that arrived, and those of contents that are used in place elsewhere.
-func (t *target) present() []byte {
-	l := t.layout()
-	if l == nil {
-		return nil // all of them
+// that have arrived, and those that the caller said were here. Contents that
+// are used in place elsewhere are not claimed, for another image of the pull may
+// want them: the rootfs that has them is one of Request.Have.
+func (t *target) present(said []bundle.Have) []byte {
+	b := make([]byte, (t.header.Segments+7)/8)
+	if t.arena != nil {
+		b = t.arena.PresentBitmap()
 	}
-	b := t.arena.PresentBitmap()
-	for i := range int(t.header.Segments) {
-		if _, here := l.FromTOC(i); !here {
-			b[i/8] |= 1 << (i % 8)
+	for _, h := range said {
+		if h.ChainID != t.header.ChainID || h.TOC != t.header.TOCDigest {
+			continue
+		}
+		if h.Present == nil {
+			return nil // all of them
+		}
+		for i := range min(len(b), len(h.Present)) {
+			b[i] |= h.Present[i]
 		}
 	}
 	return b

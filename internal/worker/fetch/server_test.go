@@ -489,6 +489,22 @@ func (w *worker) options(c *Client, images int) Options {
 	return o
 }
 
+// contents returns what m's arena should hold.
+func (w *worker) contents(m *image) []byte {
+	l := w.arenas[m.ChainID].Layout()
+	want := make([]byte, l.Size())
+	for i, c := range m.toc.Contents {
+		off, ok := l.Offset(i)
+		if !ok {
+			continue
+		}
+		for _, s := range m.toc.Segments[c.First : c.First+c.Segments] {
+			copy(want[off+s.Offset:], m.data[s.ID])
+		}
+	}
+	return want
+}
+
 // check compares every arena with the contents that it should have.
 func (w *worker) check() {
 	w.t.Helper()
@@ -500,16 +516,7 @@ func (w *worker) check() {
 		if !a.Complete() {
 			w.t.Errorf("arena of %s lacks %d segments", m.ChainID, a.Missing())
 		}
-		want := make([]byte, a.Layout().Size())
-		for i, c := range m.toc.Contents {
-			off, ok := a.Layout().Offset(i)
-			if !ok {
-				continue
-			}
-			for _, s := range m.toc.Segments[c.First : c.First+c.Segments] {
-				copy(want[off+s.Offset:], m.data[s.ID])
-			}
-		}
+		want := w.contents(m)
 		got, err := os.ReadFile(filepath.Join(a.Dir(), arena.FileName))
 		if err != nil {
 			w.t.Fatal(err)
