@@ -1,0 +1,266 @@
+// Package bundles answers pulls: the HTTP handler of bundle.PullPath and
+// bundle.PromotePath.
+//
+// The way of one pull. The request is decoded and its images are resolved; what
+// fails up to here is an HTTP error with a bundle.Error as its body. Then the
+// stream begins: Hello; for each image its rootfs is made if it is asked for the
+// first time (ingest), and its Image section is sent at once; the plan is made
+// and sent; the frames are read from their packs and sent, two runs ahead of the
+// network. What fails now is an Error section. A promotion finds the stream by
+// its ID and changes what is read next.
+package bundles
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net/http"
+
+	"hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/server/catalog"
+	"hydrofoil.dev/foil/internal/server/objects"
+	"hydrofoil.dev/foil/internal/server/planner"
+)
+
+// Options are what a Handler works with.
+type Options struct {
+	Catalog catalog.Catalog
+	Objects objects.Store
+	// Rootfs returns the rootfs of an image, made now if it is not there. A
+	// bundle.Error that it returns is what the worker is told.
+	Rootfs func(context.Context, *Resolved) (catalog.Rootfs, error)
+	// Memory bounds the indices and orders kept in memory; 0 means 256 MiB.
+	Memory int64
+	// Log takes failures; nil means slog.Default.
+	Log *slog.Logger
+}
+
+// Handler serves pulls and promotions.
+type Handler struct {
+	o       Options
+	log     *slog.Logger
+	streams streams
+	indices *cache[*planner.Index] // by digest of the encoded TOC
+	orders  *cache[planner.Order]  // by digest of the config
+	mux     *http.ServeMux
+}
+
+// New returns a Handler.
+func New(o Options) *Handler {
+	if o.Memory == 0 {
+		o.Memory = 256 << 20
+	}
+	if o.Log == nil {
+		o.Log = slog.Default()
+	}
+	h := &Handler{
+		o: o, log: o.Log, mux: http.NewServeMux(),
+		indices: newCache(o.Memory*7/8, (*planner.Index).Memory),
+		orders:  newCache(o.Memory/8, func(x planner.Order) int64 { return int64(4*len(x)) + 1024 }),
+	}
+	h.mux.HandleFunc("POST "+bundle.PullPath, h.pull)
+	h.mux.HandleFunc("POST "+bundle.PromotePath, h.promote)
+	return h
+}
+
+// ServeHTTP serves bundle.PullPath and bundle.PromotePath.
+func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) { h.mux.ServeHTTP(w, r) }
+
+// body reads a request of at most limit bytes.
+func body(w http.ResponseWriter, r *http.Request, limit int64) ([]byte, error) {
+	b, err := io.ReadAll(http.MaxBytesReader(w, r.Body, limit))
+	if err != nil {
+		return nil, &bundle.Error{Code: bundle.CodeInvalid, Message: fmt.Sprintf("read the request: %v", err)}
+	}
+	return b, nil
+}
+
+func (h *Handler) promote(w http.ResponseWriter, r *http.Request) {
+	b, err := body(w, r, 1<<20)
+	var p bundle.Promotion
+	if err == nil && json.Unmarshal(b, &p) != nil {
+		err = &bundle.Error{Code: bundle.CodeInvalid, Message: "the promotion is no JSON of one"}
+	}
+	if err != nil {
+		writeError(w, h.log, err, "")
+		return
+	}
+	q := h.streams.find(p.Stream)
+	if q == nil {
+		writeError(w, h.log, &bundle.Error{Code: bundle.CodeNotFound, Message: "the stream has ended"}, "")
+		return
+	}
+	q.promote(p.Frames)
+	w.WriteHeader(http.StatusNoContent)
+}
+
+func (h *Handler) pull(w http.ResponseWriter, r *http.Request) {
+	ctx := r.Context()
+	b, err := body(w, r, bundle.MaxRequest)
+	if err != nil {
+		writeError(w, h.log, err, "")
+		return
+	}
+	req, err := bundle.DecodeRequest(b)
+	if err != nil {
+		writeError(w, h.log, &bundle.Error{Code: bundle.CodeInvalid, Message: err.Error()}, "")
+		return
+	}
+	images := make([]*Resolved, len(req.Images))
+	for i, want := range req.Images {
+		if images[i], err = resolve(ctx, h.o.Catalog, h.o.Objects, want); err != nil {
+			writeError(w, h.log, err, ref(want.Repository, want.Reference))
+			return
+		}
+	}
+
+	w.Header().Set("Content-Type", bundle.MediaTypeBundle)
+	w.WriteHeader(http.StatusOK)
+	out := bundle.NewWriter(w)
+	s := &pull{h: h, req: req, images: images, w: out, queue: &queue{}}
+	s.flush = func() error { return errors.Join(out.Flush(), http.NewResponseController(w).Flush()) }
+	id := h.streams.add(s.queue)
+	defer h.streams.remove(id)
+	if err := s.run(ctx, id); err != nil {
+		var gone writeFailed
+		if ctx.Err() != nil || errors.As(err, &gone) {
+			h.log.Debug("bundle was cut off", "image", s.about, "error", err)
+			return
+		}
+		e := wireError(err, s.about)
+		if statuses[e.Code] >= 500 {
+			h.log.Error("bundle failed", "image", s.about, "error", err)
+		}
+		_ = out.Error(e) // nobody is there if this fails
+	}
+}
+
+// pull is one bundle under way.
+type pull struct {
+	h      *Handler
+	req    *bundle.Request
+	images []*Resolved
+	w      *bundle.Writer
+	flush  func() error
+	queue  *queue
+	rootfs []catalog.Rootfs
+	about  string // the image that is being worked on
+}
+
+func (p *pull) run(ctx context.Context, id string) error {
+	if err := p.w.Hello(bundle.Hello{Version: bundle.Version, Stream: id}); err != nil {
+		return writeFailed{err}
+	}
+	if err := p.flush(); err != nil {
+		return writeFailed{err}
+	}
+	wants := make([]planner.Want, len(p.images))
+	encoded := make([][]byte, len(p.images))
+	for i, m := range p.images {
+		p.about = ref(m.Repository, m.Reference)
+		var err error
+		if wants[i].Index, encoded[i], err = p.header(ctx, i, m); err != nil {
+			return err
+		}
+		wants[i].Header = p.req.Images[i].Header
+	}
+	for i, m := range p.images {
+		if wants[i].Header {
+			continue
+		}
+		p.about = ref(m.Repository, m.Reference)
+		var err error
+		if wants[i].Order, err = p.h.order(ctx, m, wants[i].Index, encoded[i]); err != nil {
+			return err
+		}
+		encoded[i] = nil // not held all the way
+	}
+	plan, err := p.plan(ctx, wants)
+	if err != nil {
+		return err
+	}
+	p.queue.start(plan.Sources)
+	if err := p.w.Plan(&plan.Wire); err != nil {
+		return writeFailed{err}
+	}
+	if err := p.flush(); err != nil {
+		return writeFailed{err}
+	}
+	if err := p.queue.send(ctx, p.h.o.Objects, p.w, p.flush); err != nil {
+		if errors.Is(err, objects.ErrNotFound) {
+			for _, r := range p.rootfs {
+				p.h.forgetIndex(ctx, r)
+			}
+		}
+		return err
+	}
+	if err := p.w.End(); err != nil {
+		return writeFailed{err}
+	}
+	return nil
+}
+
+// header sends an image's section, at once, and returns its index and TOC.
+func (p *pull) header(ctx context.Context, i int, m *Resolved) (*planner.Index, []byte, error) {
+	r, err := p.h.rootfs(ctx, m)
+	if err != nil {
+		return nil, nil, err
+	}
+	encoded, err := p.h.encodedTOC(ctx, r)
+	if err != nil {
+		return nil, nil, err
+	}
+	x, err := p.h.index(ctx, r, encoded)
+	if err != nil {
+		return nil, nil, err
+	}
+	section := &bundle.Image{
+		Index: i, Manifest: m.Manifest, Chosen: m.Chosen, Config: m.Config,
+		ChainID: m.ChainID, TOCDigest: r.TOC, TOC: encoded, Segments: uint32(x.Len()),
+	}
+	for _, have := range p.req.Have {
+		if have.ChainID == m.ChainID && have.TOC == r.TOC {
+			section.TOC = nil
+		}
+	}
+	if err := p.w.Image(section); err != nil {
+		return nil, nil, writeFailed{err}
+	}
+	if err := p.flush(); err != nil {
+		return nil, nil, writeFailed{err}
+	}
+	p.rootfs = append(p.rootfs, r)
+	return x, encoded, nil
+}
+
+// plan takes away what the worker has, one rootfs after the other, so that not
+// all of them need to be in memory.
+func (p *pull) plan(ctx context.Context, wants []planner.Want) (*planner.Plan, error) {
+	d, err := planner.NewDifference(wants)
+	if err != nil {
+		return nil, err
+	}
+	for _, have := range p.req.Have {
+		r, err := p.h.o.Catalog.Rootfs(ctx, have.ChainID)
+		if errors.Is(err, catalog.ErrNotFound) || err == nil && r.TOC != have.TOC {
+			continue // a rootfs of another server, or of another time
+		}
+		if err != nil {
+			return nil, fmt.Errorf("find rootfs %s: %w", have.ChainID, err)
+		}
+		x, err := p.h.index(ctx, r, nil)
+		if err != nil {
+			if ctx.Err() != nil {
+				return nil, err
+			}
+			// More is sent than needed; that is all.
+			p.h.log.Warn("a rootfs that a worker has cannot be read", "chain_id", have.ChainID, "error", err)
+			continue
+		}
+		d.Have(x, have.Present)
+	}
+	return d.Plan(), nil
+}

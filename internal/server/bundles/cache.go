@@ -1,0 +1,92 @@
+package bundles
+
+import (
+	"container/list"
+	"context"
+	"sync"
+
+	"golang.org/x/sync/singleflight"
+)
+
+// cache keeps the values used last, up to a number of bytes, and makes each
+// value once at a time.
+type cache[V any] struct {
+	limit int64
+	cost  func(V) int64
+
+	mu      sync.Mutex
+	used    int64                    // guarded by mu
+	recent  list.List                // guarded by mu: *cached[V], the last used in front
+	entries map[string]*list.Element // guarded by mu
+
+	loads singleflight.Group
+}
+
+type cached[V any] struct {
+	key   string
+	value V
+	cost  int64
+}
+
+func newCache[V any](limit int64, cost func(V) int64) *cache[V] {
+	return &cache[V]{limit: limit, cost: cost, entries: map[string]*list.Element{}}
+}
+
+// get returns the value of key, from load if it is not here. Whoever waits for
+// another's load gets its value or its error; load goes on when ctx ends.
+func (c *cache[V]) get(ctx context.Context, key string, load func(context.Context) (V, error)) (V, error) {
+	c.mu.Lock()
+	if e, ok := c.entries[key]; ok {
+		c.recent.MoveToFront(e)
+		c.mu.Unlock()
+		return e.Value.(*cached[V]).value, nil
+	}
+	c.mu.Unlock()
+	done := c.loads.DoChan(key, func() (any, error) {
+		v, err := load(context.WithoutCancel(ctx))
+		if err == nil {
+			c.put(key, v)
+		}
+		return v, err
+	})
+	select {
+	case r := <-done:
+		return r.Val.(V), r.Err
+	case <-ctx.Done():
+		var none V
+		return none, ctx.Err()
+	}
+}
+
+func (c *cache[V]) put(key string, v V) {
+	e := &cached[V]{key, v, c.cost(v)}
+	if e.cost > c.limit {
+		return
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if old, ok := c.entries[key]; ok {
+		c.remove(old)
+	}
+	c.entries[key] = c.recent.PushFront(e)
+	c.used += e.cost
+	for c.used > c.limit {
+		c.remove(c.recent.Back())
+	}
+}
+
+// drop forgets a value.
+func (c *cache[V]) drop(key string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if e, ok := c.entries[key]; ok {
+		c.remove(e)
+	}
+}
+
+// remove is called with mu held.
+func (c *cache[V]) remove(e *list.Element) {
+	v := c.recent.Remove(e).(*cached[V])
+	delete(c.entries, v.key)
+	c.used -= v.cost
+}

@@ -1,0 +1,67 @@
+package bundles
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"log/slog"
+	"net/http"
+	"syscall"
+
+	"hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/server/catalog"
+	"hydrofoil.dev/foil/internal/server/objects"
+	"hydrofoil.dev/foil/internal/server/planner"
+)
+
+// statuses says how an error's code is told before the stream has begun.
+var statuses = map[string]int{
+	bundle.CodeNotFound:     http.StatusNotFound,
+	bundle.CodeInvalid:      http.StatusBadRequest,
+	bundle.CodeUnauthorized: http.StatusUnauthorized,
+	bundle.CodeUnsupported:  http.StatusUnprocessableEntity,
+	bundle.CodeUnavailable:  http.StatusServiceUnavailable,
+	bundle.CodeCorrupt:      http.StatusInternalServerError,
+	bundle.CodeInternal:     http.StatusInternalServerError,
+}
+
+// wireError turns any error into what the worker is told about the image ref.
+// Its first match in this order counts; what is said of the server's own
+// trouble names no paths and keys, the log does.
+func wireError(err error, ref string) *bundle.Error {
+	var e *bundle.Error
+	code, message := bundle.CodeInternal, "the server failed; its log says how"
+	switch {
+	case errors.As(err, &e):
+		if e.Ref == "" && ref != "" {
+			e = &bundle.Error{Code: e.Code, Message: e.Message, Ref: ref}
+		}
+		return e
+	case errors.Is(err, context.Canceled), errors.Is(err, context.DeadlineExceeded):
+		code, message = bundle.CodeUnavailable, "the server stopped working on it; try again"
+	case errors.Is(err, syscall.ENOSPC):
+		code, message = bundle.CodeUnavailable, "the server's disk is full; free space there and try again"
+	case errors.Is(err, planner.ErrMissing), errors.Is(err, objects.ErrNotFound), errors.Is(err, catalog.ErrNotFound),
+		errors.Is(err, errDamaged):
+		code, message = bundle.CodeCorrupt, "bytes of it are missing or damaged on the server; push the image again"
+	}
+	return &bundle.Error{Code: code, Message: message, Ref: ref}
+}
+
+// errDamaged is returned, wrapped, when stored bytes are not what their digest
+// says.
+var errDamaged = errors.New("stored bytes are damaged")
+
+func writeError(w http.ResponseWriter, log *slog.Logger, err error, ref string) {
+	e := wireError(err, ref)
+	status, ok := statuses[e.Code]
+	if !ok {
+		status = http.StatusInternalServerError
+	}
+	if status >= 500 {
+		log.Error("bundle failed", "image", ref, "error", err)
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(status)
+	_ = json.NewEncoder(w).Encode(e) // the client has gone if this fails
+}

@@ -1,0 +1,129 @@
+package bundles
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+
+	"hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/format/toc"
+	"hydrofoil.dev/foil/internal/server/catalog"
+	"hydrofoil.dev/foil/internal/server/planner"
+)
+
+// rootfs returns the rootfs of an image. If it cannot be had because a layer
+// was refused, the error says which and why.
+func (h *Handler) rootfs(ctx context.Context, m *Resolved) (catalog.Rootfs, error) {
+	r, err := h.o.Rootfs(ctx, m)
+	if err == nil && r.ChainID != m.ChainID {
+		err = fmt.Errorf("rootfs of %s: got %s, want %s", m.Manifest.Digest, r.ChainID, m.ChainID)
+	}
+	if err == nil || ctx.Err() != nil {
+		return r, err
+	}
+	var told *bundle.Error
+	if errors.As(err, &told) {
+		return r, err
+	}
+	for _, l := range m.Layers {
+		if layer, lerr := h.o.Catalog.Layer(ctx, l.Digest); lerr == nil && layer.Refused != "" {
+			return r, unsupported("layer %s cannot be served in a bundle: %s", l.Digest, layer.Refused)
+		}
+	}
+	return r, err
+}
+
+// encodedTOC reads the TOC of a rootfs, verified.
+func (h *Handler) encodedTOC(ctx context.Context, r catalog.Rootfs) ([]byte, error) {
+	b, err := readObject(ctx, h.o.Objects, r.Key, bundle.MaxImage-4*bundle.MaxManifest)
+	if err != nil {
+		return nil, fmt.Errorf("read TOC of %s: %w", r.ChainID, err)
+	}
+	if toc.Digest(b) != r.TOC {
+		return nil, fmt.Errorf("read TOC of %s: %w: object %s", r.ChainID, errDamaged, r.Key)
+	}
+	return b, nil
+}
+
+// index returns the index of a rootfs; encoded is its TOC, or nil if the caller
+// does not have it.
+func (h *Handler) index(ctx context.Context, r catalog.Rootfs, encoded []byte) (*planner.Index, error) {
+	return h.indices.get(ctx, string(r.TOC), func(ctx context.Context) (*planner.Index, error) {
+		b := encoded
+		if b == nil {
+			var err error
+			if b, err = h.encodedTOC(ctx, r); err != nil {
+				return nil, err
+			}
+		}
+		t, err := toc.Decode(b)
+		if err != nil {
+			return nil, fmt.Errorf("read TOC of %s: %w: %w", r.ChainID, errDamaged, err)
+		}
+		return h.loadIndex(ctx, r, t)
+	})
+}
+
+// order returns the order in which an image's segments are likely to be needed.
+// Without any the image arrives in the order of its TOC: late, but right.
+func (h *Handler) order(ctx context.Context, m *Resolved, x *planner.Index, encoded []byte) (planner.Order, error) {
+	return h.orders.get(ctx, string(m.Config.Digest), func(ctx context.Context) (planner.Order, error) {
+		t, err := toc.Decode(encoded)
+		if err != nil {
+			return nil, fmt.Errorf("read TOC of %s: %w: %w", m.ChainID, errDamaged, err)
+		}
+		contents := &planner.Contents{TOC: t, Index: x, Objects: h.o.Objects}
+		return planner.Guess(ctx, contents, m.Image.Config), nil
+	})
+}
+
+// loadIndex reads the index object, or builds it anew and keeps it.
+func (h *Handler) loadIndex(ctx context.Context, r catalog.Rootfs, t *toc.TOC) (*planner.Index, error) {
+	if r.Index != "" {
+		b, err := readObject(ctx, h.o.Objects, r.Index, 1<<30)
+		if err == nil {
+			var x *planner.Index
+			if x, err = planner.Decode(b, t, r.TOC); err == nil {
+				return x, nil
+			}
+		}
+		h.log.Warn("frame index is rebuilt", "chain_id", r.ChainID, "error", err)
+	}
+	x, err := planner.Build(ctx, t, r.TOC, h.o.Catalog)
+	if err != nil {
+		return nil, err
+	}
+	if err := h.saveIndex(ctx, r, x); err != nil {
+		h.log.Warn("frame index cannot be kept", "chain_id", r.ChainID, "error", err)
+	}
+	return x, nil
+}
+
+func (h *Handler) saveIndex(ctx context.Context, r catalog.Rootfs, x *planner.Index) error {
+	r.Index = "indices/" + strings.Replace(string(r.TOC), ":", "/", 1)
+	w, err := h.o.Objects.Create(ctx, r.Index)
+	if err != nil {
+		return err
+	}
+	defer w.Close()
+	if _, err := w.Write(x.Encode()); err != nil {
+		return err
+	}
+	if err := w.Commit(); err != nil {
+		return err
+	}
+	return h.o.Catalog.PutRootfs(ctx, r)
+}
+
+// forgetIndex makes the next pull build the index of a rootfs anew: packs that
+// it names are gone.
+func (h *Handler) forgetIndex(ctx context.Context, r catalog.Rootfs) {
+	h.indices.drop(string(r.TOC))
+	if r.Index != "" {
+		r.Index = ""
+		if err := h.o.Catalog.PutRootfs(ctx, r); err != nil {
+			h.log.Warn("a stale frame index cannot be dropped", "chain_id", r.ChainID, "error", err)
+		}
+	}
+}

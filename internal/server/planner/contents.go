@@ -1,0 +1,104 @@
+package planner
+
+import (
+	"context"
+	"fmt"
+	"io"
+
+	"hydrofoil.dev/foil/internal/format/segment"
+	"hydrofoil.dev/foil/internal/format/toc"
+	"hydrofoil.dev/foil/internal/server/objects"
+)
+
+// Contents reads contents of one rootfs out of the packs, verified. It is not
+// safe for concurrent use.
+type Contents struct {
+	TOC     *toc.TOC
+	Index   *Index
+	Objects objects.Store
+
+	last uint32 // frame that raw holds, plus 1; 0: none
+	raw  []byte
+}
+
+// segment returns the bytes of segment n of the TOC, valid until the next call.
+func (c *Contents) segment(ctx context.Context, n uint32) ([]byte, error) {
+	s := &c.TOC.Segments[n]
+	if s.ID.IsHole() {
+		return make([]byte, s.Length), nil
+	}
+	at := c.Index.frameOf[n]
+	f := &c.Index.frames[at]
+	if c.last != at+1 {
+		c.last = 0
+		p := Part{Pack: c.Index.packs[f.pack], Offset: f.offset, Length: f.length, RawLength: f.raw}
+		b, err := ReadPart(ctx, c.Objects, p, nil)
+		if err != nil {
+			return nil, err
+		}
+		if c.raw, err = segment.DecodeFrame(c.raw[:0], b, int(f.raw)); err != nil {
+			return nil, fmt.Errorf("frame at %d of pack %s: %w", f.offset, p.Pack, err)
+		}
+		c.last = at + 1
+	}
+	from := uint32(0)
+	for _, n := range c.Index.lengths[f.first : f.first+c.Index.slotOf[n]] {
+		from += n
+	}
+	b := c.raw[from : from+s.Length]
+	if segment.Sum(b) != s.ID {
+		return nil, fmt.Errorf("segment %s in pack %s: its bytes are others", s.ID, c.Index.packs[f.pack])
+	}
+	return b, nil
+}
+
+// ReadPart reads a stored frame, encoded, into buf if it is large enough.
+func ReadPart(ctx context.Context, store objects.Store, p Part, buf []byte) ([]byte, error) {
+	if cap(buf) < int(p.Length) {
+		buf = make([]byte, p.Length)
+	}
+	buf = buf[:p.Length]
+	r, err := store.Open(ctx, p.Pack, p.Offset, int64(p.Length))
+	if err != nil {
+		return nil, fmt.Errorf("read %d bytes at %d of pack %s: %w", p.Length, p.Offset, p.Pack, err)
+	}
+	defer r.Close()
+	if _, err := io.ReadFull(r, buf); err != nil {
+		return nil, fmt.Errorf("read %d bytes at %d of pack %s: %w", p.Length, p.Offset, p.Pack, err)
+	}
+	return buf, nil
+}
+
+// Open returns the content of an inode, which must have one, to read any part
+// of it; only the segments that are touched are read.
+func (c *Contents) Open(ctx context.Context, inode int) io.ReaderAt {
+	return &contentReader{ctx, c, &c.TOC.Contents[c.TOC.Inodes[inode].Content]}
+}
+
+type contentReader struct {
+	ctx      context.Context // io.ReaderAt has none
+	contents *Contents
+	content  *toc.Content
+}
+
+func (r *contentReader) ReadAt(p []byte, off int64) (n int, err error) {
+	if off < 0 {
+		return 0, fmt.Errorf("read content %s at %d", r.content.ID, off)
+	}
+	for i := r.content.First; i < r.content.First+r.content.Segments && n < len(p); i++ {
+		s := &r.contents.TOC.Segments[i]
+		at := off + int64(n) - s.Offset
+		if at < 0 || at >= int64(s.Length) {
+			continue
+		}
+		b, err := r.contents.segment(r.ctx, i)
+		if err != nil {
+			return n, fmt.Errorf("read content %s: %w", r.content.ID, err)
+		}
+		n += copy(p[n:], b[at:])
+	}
+	if n < len(p) {
+		return n, io.EOF
+	}
+	return n, nil
+}

@@ -1,0 +1,358 @@
+package planner
+
+import (
+	"bytes"
+	"context"
+	"debug/elf"
+	"io"
+	"path"
+	"slices"
+	"strings"
+
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+
+	"hydrofoil.dev/foil/internal/format/toc"
+)
+
+// Guess orders an image's segments by when a container is likely to need them,
+// without any trace of a run:
+//
+//  1. what the entrypoint and the command name, the interpreters that their
+//     first lines name, the programs that shell scripts among them mention, and
+//     all the libraries that these are linked with;
+//  2. small files that nearly every program opens (/etc/ld.so.cache, passwd, ...);
+//  3. the standard library of each interpreter found, and the application: the
+//     working directory and directories that the command names;
+//  4. the rest, small files first; documentation, translations, headers and
+//     static libraries last.
+//
+// Contents that cannot be read are skipped: a guess never fails.
+func Guess(ctx context.Context, c *Contents, config ocispec.ImageConfig) Order {
+	g := guesser{
+		ctx: ctx, c: c, t: c.TOC, config: config,
+		ranked: make([]bool, len(c.TOC.Contents)),
+		seen:   map[int]bool{},
+		order:  make(Order, len(c.TOC.Segments)),
+	}
+	g.env = map[string]string{"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
+	for _, e := range config.Env {
+		if k, v, ok := strings.Cut(e, "="); ok {
+			g.env[k] = v
+		}
+	}
+	for _, p := range startFiles[:1] {
+		g.path(p)
+	}
+	g.command()
+	for _, p := range startFiles[1:] {
+		g.path(p)
+	}
+	g.libraries()
+	g.rest()
+	return g.order
+}
+
+// startFiles are opened by nearly every program before anything else.
+var startFiles = []string{
+	"/etc/ld.so.cache", "/etc/ld.so.preload", "/etc/nsswitch.conf", "/etc/passwd", "/etc/group", "/etc/hosts",
+	"/etc/host.conf", "/etc/resolv.conf", "/etc/localtime", "/etc/timezone", "/etc/services", "/etc/protocols",
+	"/usr/lib/locale/locale-archive", "/usr/lib/locale/C.utf8/LC_CTYPE", "/usr/lib/x86_64-linux-gnu/gconv/gconv-modules.cache",
+	"/etc/ssl/openssl.cnf", "/usr/lib/ssl/openssl.cnf", "/etc/terminfo/x/xterm", "/etc/os-release",
+	"/lib/x86_64-linux-gnu/libnss_files.so.2", "/lib/x86_64-linux-gnu/libnss_dns.so.2", "/lib/x86_64-linux-gnu/libresolv.so.2",
+	"/lib/aarch64-linux-gnu/libnss_files.so.2", "/lib/aarch64-linux-gnu/libnss_dns.so.2", "/lib/aarch64-linux-gnu/libresolv.so.2",
+}
+
+const (
+	maxPrograms = 400      // looked into
+	maxScript   = 64 << 10 // bytes of a script that are looked into
+	maxMentions = 60       // programs mentioned by one script
+)
+
+type guesser struct {
+	ctx    context.Context
+	c      *Contents
+	t      *toc.TOC
+	config ocispec.ImageConfig
+	env    map[string]string
+
+	next     uint32       // rank
+	ranked   []bool       // by content
+	seen     map[int]bool // inodes of programs looked into
+	order    Order
+	langs    []*language // in the order found
+	conf     []string    // directories of ld.so.conf
+	confRead bool
+}
+
+// rank gives an inode's content the next rank.
+func (g *guesser) rank(inode int) {
+	n := &g.t.Inodes[inode]
+	if n.Content < 0 || g.ranked[n.Content] {
+		return
+	}
+	g.ranked[n.Content] = true
+	c := &g.t.Contents[n.Content]
+	for s := c.First; s < c.First+c.Segments; s++ {
+		g.order[s] = g.next
+		g.next++
+	}
+}
+
+func (g *guesser) path(p string) {
+	if i, ok := g.t.Resolve(p); ok {
+		g.rank(i)
+	}
+}
+
+// file resolves a path to a regular file that is not empty.
+func (g *guesser) file(p string) (int, bool) {
+	i, ok := g.t.Resolve(p)
+	return i, ok && g.t.Inodes[i].Content >= 0
+}
+
+// find resolves a word of a command line: by PATH, or as a path below dir.
+func (g *guesser) find(word, dir string) (p string, inode int, ok bool) {
+	if word == "" || len(word) > 1024 || strings.HasPrefix(word, "-") {
+		return "", 0, false
+	}
+	if strings.Contains(word, "/") {
+		p := path.Join("/", dir, word)
+		if strings.HasPrefix(word, "/") {
+			p = path.Clean(word)
+		}
+		i, ok := g.file(p)
+		return p, i, ok
+	}
+	for _, d := range strings.Split(g.env["PATH"], ":") {
+		p := path.Join("/", d, word)
+		if i, ok := g.file(p); ok && g.t.Inodes[i].Mode&0o111 != 0 {
+			return p, i, true
+		}
+	}
+	return "", 0, false
+}
+
+// command ranks what the image's command names.
+func (g *guesser) command() {
+	dir := g.config.WorkingDir
+	argv := slices.Concat(g.config.Entrypoint, g.config.Cmd)
+	var scripts []string
+	for i, word := range argv {
+		if p, inode, ok := g.find(word, dir); ok {
+			scripts = append(scripts, g.program(p, inode)...)
+			continue
+		}
+		if i > 0 && argv[i-1] == "-c" || strings.ContainsAny(word, " ;") { // a shell's command
+			scripts = append(scripts, words([]byte(word))...)
+			continue
+		}
+		if word != "" && !strings.HasPrefix(word, "-") { // a file next to the application, as in "python app.py"
+			if inode, ok := g.file(path.Join("/", dir, word)); ok {
+				scripts = append(scripts, g.program(path.Join("/", dir, word), inode)...)
+			}
+		}
+	}
+	// What scripts mention comes after all that is sure.
+	for _, word := range scripts {
+		if p, inode, ok := g.find(word, dir); ok {
+			g.program(p, inode)
+		}
+	}
+}
+
+// program ranks a program and what it needs to start. It returns the words of a
+// shell script, which may be programs.
+func (g *guesser) program(p string, inode int) (mentions []string) {
+	if g.seen[inode] || len(g.seen) > maxPrograms || g.ctx.Err() != nil {
+		return nil
+	}
+	g.seen[inode] = true
+	size := g.t.Inodes[inode].Size
+	r := g.c.Open(g.ctx, inode)
+	head := make([]byte, min(size, 256))
+	if _, err := r.ReadAt(head, 0); err != nil && err != io.EOF {
+		g.rank(inode)
+		return nil
+	}
+	switch {
+	case bytes.HasPrefix(head, []byte(elf.ELFMAG)):
+		g.language(path.Base(p))
+		g.elf(p, r, inode)
+	case bytes.HasPrefix(head, []byte("#!")):
+		line, _, _ := strings.Cut(string(head[2:]), "\n")
+		shell := false
+		for i, word := range strings.Fields(line) {
+			if i > 1 && path.Base(strings.Fields(line)[0]) != "env" {
+				break
+			}
+			if ip, in, ok := g.find(word, "/"); ok {
+				g.program(ip, in)
+				shell = shell || strings.HasSuffix(path.Base(ip), "sh")
+			}
+		}
+		g.rank(inode)
+		if shell {
+			b := make([]byte, min(size, maxScript))
+			if n, err := r.ReadAt(b, 0); err == nil || err == io.EOF {
+				mentions = words(b[:n])
+			}
+		}
+	}
+	g.rank(inode)
+	return mentions
+}
+
+// words lists the words of a script that could be programs, each once.
+func words(script []byte) []string {
+	var out []string
+	for line := range bytes.Lines(script) {
+		line = bytes.TrimSpace(line)
+		if bytes.HasPrefix(line, []byte("#")) {
+			continue
+		}
+		for _, w := range bytes.FieldsFunc(line, func(r rune) bool { return strings.ContainsRune(" \t\n;|&()`'\"{}<>=$", r) }) {
+			if s := string(w); len(s) > 1 && !slices.Contains(out, s) {
+				if out = append(out, s); len(out) >= 40*maxMentions {
+					return out
+				}
+			}
+		}
+	}
+	return out
+}
+
+// elf ranks a program or library after what it is linked with: the kernel and
+// the dynamic linker read the first pages of it first, but nothing runs before
+// all of them are there.
+func (g *guesser) elf(p string, r io.ReaderAt, inode int) {
+	// debug/elf does not promise not to panic on hostile files.
+	defer func() { _ = recover() }()
+	g.rank(inode)
+	f, err := elf.NewFile(r)
+	if err != nil {
+		return
+	}
+	if d := f.SectionByType(elf.SHT_DYNAMIC); d == nil || !harmless(f, d) {
+		return
+	}
+	for _, prog := range f.Progs {
+		if prog.Type != elf.PT_INTERP || prog.Filesz > 4096 {
+			continue
+		}
+		name := make([]byte, prog.Filesz)
+		if _, err := prog.ReadAt(name, 0); err == nil {
+			if i, ok := g.file(strings.TrimRight(string(name), "\x00")); ok {
+				g.rank(i)
+				g.seen[i] = true
+			}
+		}
+	}
+	needed, err := f.DynString(elf.DT_NEEDED)
+	if err != nil {
+		return
+	}
+	origin := path.Dir(p)
+	if i, ok := g.t.Lookup(p); ok && g.t.Inodes[i].IsSymlink() {
+		target := g.t.Inodes[i].Target
+		if !strings.HasPrefix(target, "/") {
+			target = path.Join(origin, target)
+		}
+		origin = path.Dir(target)
+	}
+	var dirs []string
+	add := func(list []string) {
+		for _, l := range list {
+			for _, d := range strings.Split(l, ":") {
+				d = strings.NewReplacer("$ORIGIN", origin, "${ORIGIN}", origin).Replace(d)
+				if strings.HasPrefix(d, "/") {
+					dirs = append(dirs, d)
+				}
+			}
+		}
+	}
+	runpath, _ := f.DynString(elf.DT_RUNPATH)
+	if len(runpath) == 0 {
+		rpath, _ := f.DynString(elf.DT_RPATH)
+		add(rpath)
+	}
+	add([]string{g.env["LD_LIBRARY_PATH"]})
+	add(runpath)
+	add(g.confDirs())
+	add(defaultDirs(f.Machine))
+	for _, name := range needed {
+		candidates := []string{name}
+		if !strings.Contains(name, "/") {
+			candidates = candidates[:0]
+			for _, d := range dirs {
+				candidates = append(candidates, path.Join(d, name))
+			}
+		}
+		for _, lib := range candidates {
+			if i, ok := g.file(lib); ok {
+				if !g.seen[i] && len(g.seen) <= maxPrograms && g.ctx.Err() == nil {
+					g.seen[i] = true
+					g.language(name)
+					g.elf(lib, g.c.Open(g.ctx, i), i)
+				}
+				break
+			}
+		}
+	}
+}
+
+// harmless reports whether reading a dynamic section and its strings takes no
+// more memory than real files do: sections may be bombs of zlib.
+func harmless(f *elf.File, dynamic *elf.Section) bool {
+	if int(dynamic.Link) >= len(f.Sections) {
+		return false
+	}
+	for _, s := range []*elf.Section{dynamic, f.Sections[dynamic.Link]} {
+		if s.Flags&elf.SHF_COMPRESSED != 0 || s.FileSize > 16<<20 {
+			return false
+		}
+	}
+	return true
+}
+
+func defaultDirs(m elf.Machine) []string {
+	arch := map[elf.Machine]string{
+		elf.EM_X86_64: "x86_64-linux-gnu", elf.EM_AARCH64: "aarch64-linux-gnu", elf.EM_ARM: "arm-linux-gnueabihf",
+		elf.EM_386: "i386-linux-gnu", elf.EM_RISCV: "riscv64-linux-gnu", elf.EM_PPC64: "powerpc64le-linux-gnu", elf.EM_S390: "s390x-linux-gnu",
+	}[m]
+	var dirs []string
+	if arch != "" {
+		dirs = append(dirs, "/usr/local/lib/"+arch, "/lib/"+arch, "/usr/lib/"+arch)
+	}
+	return append(dirs, "/lib64", "/usr/lib64", "/lib", "/usr/lib", "/usr/local/lib")
+}
+
+// confDirs reads the directories that /etc/ld.so.conf and its includes name.
+func (g *guesser) confDirs() []string {
+	if g.confRead {
+		return g.conf
+	}
+	g.confRead = true
+	files := []string{"/etc/ld.so.conf"}
+	if i, ok := g.t.Resolve("/etc/ld.so.conf.d"); ok {
+		for _, d := range g.t.Children(i) {
+			if strings.HasSuffix(d.Name, ".conf") {
+				files = append(files, "/etc/ld.so.conf.d/"+d.Name)
+			}
+		}
+	}
+	for _, name := range files {
+		i, ok := g.file(name)
+		if !ok {
+			continue
+		}
+		b := make([]byte, min(g.t.Inodes[i].Size, maxScript))
+		if n, err := g.c.Open(g.ctx, i).ReadAt(b, 0); err == nil || err == io.EOF {
+			for line := range strings.Lines(string(b[:n])) {
+				if line = strings.TrimSpace(line); strings.HasPrefix(line, "/") {
+					g.conf = append(g.conf, line)
+				}
+			}
+		}
+	}
+	return g.conf
+}

@@ -1,0 +1,187 @@
+package planner
+
+import (
+	"cmp"
+	"path"
+	"slices"
+	"strings"
+)
+
+// language notes that an interpreter is needed, from the name of its program or
+// library.
+func (g *guesser) language(base string) {
+	base = strings.TrimPrefix(base, "lib")
+	for i := range languages {
+		if l := &languages[i]; strings.HasPrefix(base, l.name) && !slices.Contains(g.langs, l) {
+			g.langs = append(g.langs, l)
+		}
+	}
+}
+
+// language is an interpreter and where it keeps what it loads first: patterns
+// of directories (see matchDir) in the order of need.
+type language struct {
+	name string
+	dirs []string
+}
+
+var languages = []language{
+	{"python", []string{
+		"*/lib/python3.*/encodings", "*/lib/python3.*/importlib", "*/lib/python3.*/collections",
+		"*/lib/python3.*", "*/lib/python3.*/*", "*/lib/python3*/dist-packages/**", "*/lib/python3.*/site-packages/**",
+	}},
+	{"node", []string{"*/lib/node_modules/npm/bin"}},
+	{"jli", []string{"*/lib/server", "*/conf/security/**", "*/lib/jvm/*/lib"}}, // java's launcher
+	{"ruby", []string{
+		"*/lib/ruby/3.*", "*/lib/ruby/3.*/rubygems/**", "*/lib/ruby/3.*/*", "*/lib/ruby/vendor_ruby/**", "*/lib/ruby/gems/**",
+	}},
+	{"perl", []string{"*/lib/*/perl-base/**", "*/lib/*/perl/5.*", "*/share/perl/5.*", "*/share/perl5"}},
+	{"php", []string{"*/etc/php/**", "*/lib/php/*"}},
+	{"beam", []string{"*/lib/erlang/lib/kernel-*/ebin", "*/lib/erlang/lib/stdlib-*/ebin"}},
+}
+
+// named is a content by its first name.
+type named struct {
+	path  string
+	inode int
+	size  int64
+	class int
+}
+
+// files lists the contents that have no rank yet.
+func (g *guesser) files() []named {
+	var list []named
+	met := make([]bool, len(g.ranked))
+	g.t.Walk(func(p string, i int) {
+		n := &g.t.Inodes[i]
+		if n.Content >= 0 && !g.ranked[n.Content] && !met[n.Content] {
+			met[n.Content] = true
+			list = append(list, named{p, i, n.Size, 0})
+		}
+	})
+	return list
+}
+
+// libraries ranks the standard libraries of the interpreters, then the
+// application.
+func (g *guesser) libraries() {
+	var patterns []string
+	for _, l := range g.langs {
+		patterns = append(patterns, l.dirs...)
+	}
+	application := g.applications()
+	if len(patterns)+len(application) == 0 {
+		return
+	}
+	const none = 1 << 30
+	byDir := map[string]int{} // class of the files of a directory
+	class := func(p string) int {
+		dir := path.Dir(p)
+		if c, ok := byDir[dir]; ok {
+			return c
+		}
+		c := none
+		for i, pattern := range patterns {
+			if matchDir(pattern, strings.TrimSuffix(dir, "/__pycache__")) {
+				c = i
+				break
+			}
+		}
+		for i, a := range application {
+			if c == none && (dir == a || strings.HasPrefix(dir, a+"/")) {
+				c = len(patterns) + i
+			}
+		}
+		byDir[dir] = c
+		return c
+	}
+	var list []named
+	for _, f := range g.files() {
+		if f.class = class(f.path); f.class < none && late(f.path) == 0 {
+			list = append(list, f)
+		}
+	}
+	g.rankAll(list)
+}
+
+// applications are the directories of what the image was made for: its working
+// directory, and those that its command names.
+func (g *guesser) applications() []string {
+	var dirs []string
+	add := func(p string) {
+		p = path.Join("/", p)
+		if i, ok := g.t.Resolve(p); ok && g.t.Inodes[i].IsDir() && strings.Count(p, "/") >= 1 && !slices.Contains(systemDirs, p) && !slices.Contains(dirs, p) {
+			dirs = append(dirs, p)
+		}
+	}
+	add(g.config.WorkingDir)
+	for _, word := range slices.Concat(g.config.Entrypoint, g.config.Cmd) {
+		if strings.HasPrefix(word, "/") {
+			add(word)
+			add(path.Dir(word))
+		}
+	}
+	return dirs
+}
+
+// systemDirs hold much more than one application.
+var systemDirs = []string{
+	"/", "/bin", "/sbin", "/lib", "/usr", "/usr/bin", "/usr/sbin", "/usr/lib", "/usr/local", "/usr/local/bin",
+	"/usr/local/sbin", "/etc", "/var", "/opt", "/home", "/root", "/tmp", "/usr/share",
+}
+
+// matchDir matches a directory with a pattern: the "*" at its start stands for
+// any directories, "/**" at its end for any below, another "*" is path.Match's.
+func matchDir(pattern, dir string) bool {
+	ps, ds := strings.Split(strings.TrimSuffix(pattern, "/**"), "/"), strings.Split(dir, "/")
+	below := strings.HasSuffix(pattern, "/**")
+	ps = ps[1:]
+	for at := 0; at+len(ps) <= len(ds); at++ {
+		ok := below || at+len(ps) == len(ds)
+		for i := 0; ok && i < len(ps); i++ {
+			ok, _ = path.Match(ps[i], ds[at+i])
+		}
+		if ok {
+			return true
+		}
+	}
+	return false
+}
+
+// late says how unlikely it is that a program reads a file at its start.
+func late(p string) int {
+	for _, s := range []string{"/share/doc/", "/share/man/", "/share/info/", "/share/locale/", "/share/help/", "/usr/include/", "/share/bug/", "/share/lintian/"} {
+		if strings.Contains(p, s) {
+			return 2
+		}
+	}
+	for _, s := range []string{".a", ".h", ".hpp", ".la", ".pc", ".md", ".rst", ".map", ".po"} {
+		if strings.HasSuffix(p, s) {
+			return 2
+		}
+	}
+	for _, s := range []string{"/test/", "/tests/", "/var/lib/dpkg/", "/var/cache/", "/share/zoneinfo/", "/i18n/", "/gconv/", "/src/"} {
+		if strings.Contains(p, s) {
+			return 1
+		}
+	}
+	return 0
+}
+
+// rest ranks everything else.
+func (g *guesser) rest() {
+	list := g.files()
+	for i := range list {
+		list[i].class = late(list[i].path)
+	}
+	g.rankAll(list)
+}
+
+func (g *guesser) rankAll(list []named) {
+	slices.SortFunc(list, func(a, b named) int {
+		return cmp.Or(cmp.Compare(a.class, b.class), cmp.Compare(a.size, b.size), cmp.Compare(a.path, b.path))
+	})
+	for _, f := range list {
+		g.rank(f.inode)
+	}
+}
