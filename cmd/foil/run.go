@@ -146,6 +146,9 @@ func runContainer(cmd *cobra.Command, f *runFlags, o *launch.Options) (code int,
 	o.Signals = signals
 
 	c, err := api.EnsureDaemon(cmd.Context(), f.root, api.EnsureOptions{})
+	if cmd.Context().Err() != nil {
+		return 0, launch.ErrInterrupted
+	}
 	if err != nil {
 		return 0, err
 	}

@@ -95,25 +95,36 @@ func (r *run) refresh(ctx context.Context) {
 	}
 }
 
+// tell emits an event of the container, of this moment, with the latest counts.
+func (r *run) tell(ctx context.Context, ev api.Event) {
+	ev.Time = time.Now() // before asking
+	r.refresh(ctx)
+	r.emit(ev)
+}
+
 // emit completes an event, with the latest counts if it has none of its own,
 // and hands it on.
 func (r *run) emit(ev api.Event) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	now := time.Now()
 	switch ev.Event {
 	case api.Started, api.Ready, api.Exited:
-		kind, code := ev.Event, ev.ExitCode
+		kind, at, code := ev.Event, ev.Time, ev.ExitCode
+		if at.IsZero() {
+			at = now
+		}
 		ev = r.counts
-		ev.Event, ev.ExitCode, ev.Err, ev.Code = kind, code, "", ""
-		ev.Time = time.Now()
+		ev.Event, ev.Time, ev.ExitCode, ev.Err, ev.Code = kind, at, code, "", ""
+		ev.Elapsed = at.Sub(r.o.Begun).Seconds()
 	default:
 		ev.Ref = r.o.Pull.Ref
 		if ev.Time.IsZero() {
-			ev.Time = time.Now()
+			ev.Time = now
 		}
+		ev.Elapsed = now.Sub(r.o.Begun).Seconds()
 		r.counts = ev
 	}
-	ev.Elapsed = time.Since(r.o.Begun).Seconds()
 	if r.o.Emit != nil {
 		r.o.Emit(ev)
 	}

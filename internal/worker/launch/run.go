@@ -127,17 +127,21 @@ func (r *run) run(ctx context.Context) (code int, err error) {
 
 	proc, id, err := r.create(before)
 	if err != nil {
-		return 0, r.notStarted(before, err)
+		return 0, notStarted(before, err)
 	}
 	defer func() {
 		err = errors.Join(err, proc.Close())
 		// One that never ran is of no use to anybody.
 		if _, never := errors.AsType[*NotStartedError](err); r.o.Remove || never {
-			err = errors.Join(err, r.Client.RemoveContainer(always, id))
+			rerr := r.Client.RemoveContainer(always, id)
+			// It may have been removed by force.
+			if e, ok := errors.AsType[*api.Error](rerr); !ok || e.Code != api.CodeNotFound {
+				err = errors.Join(err, rerr)
+			}
 		}
 	}()
 	if err := proc.Start(before); err != nil {
-		return 0, r.notStarted(before, err)
+		return 0, notStarted(before, err)
 	}
 	started <- proc
 	r.emit(api.Event{Event: api.Started})
@@ -171,11 +175,15 @@ func (r *run) follow(ctx, before context.Context, proc *runner.Container) (int, 
 		return 0, err
 	case missed == nil:
 		return 0, nil
-	case errors.Is(missed, probe.ErrExited) && code != 0:
+	case code != 0 && (errors.Is(missed, probe.ErrExited) || errors.Is(missed, errLeft)):
 		return code, nil
 	}
 	return 0, missed
 }
+
+// errLeft is that of a run whose container has ended and which does not wait for
+// the rest of the image, since a signal came.
+var errLeft = errors.New("interrupted; the daemon goes on with the pull")
 
 // reach waits until the container is ready, and for what else Until asks.
 func (r *run) reach(ctx, before context.Context, proc *runner.Container) error {
@@ -183,8 +191,7 @@ func (r *run) reach(ctx, before context.Context, proc *runner.Container) error {
 		if err := r.o.Probe.Wait(ctx, probed{proc, r.Runner}); err != nil {
 			return err
 		}
-		r.refresh(ctx)
-		r.emit(api.Event{Event: api.Ready})
+		r.tell(ctx, api.Event{Event: api.Ready})
 	}
 	if r.o.Until != api.Complete {
 		return nil
@@ -198,7 +205,7 @@ func (r *run) reach(ctx, before context.Context, proc *runner.Container) error {
 		select {
 		case <-r.pulled:
 		case <-before.Done():
-			return context.Cause(before)
+			return errLeft
 		}
 	}
 	return r.pullErr
@@ -225,10 +232,7 @@ func (r *run) exited(ctx context.Context, proc *runner.Container) (int, error) {
 	if err != nil {
 		return 0, err
 	}
-	r.tellExit.Do(func() {
-		r.refresh(ctx)
-		r.emit(api.Event{Event: api.Exited, ExitCode: &code})
-	})
+	r.tellExit.Do(func() { r.tell(ctx, api.Event{Event: api.Exited, ExitCode: &code}) })
 	return code, nil
 }
 
@@ -257,7 +261,7 @@ func (r *run) signals(ctx context.Context, started <-chan *runner.Container, int
 			}
 			select {
 			case <-proc.Done():
-				interrupt(errors.New("interrupted"))
+				interrupt(errLeft)
 			default:
 				// The only error is a process that is just ending.
 				_ = proc.Signal(sig)
@@ -307,9 +311,9 @@ func (r *run) prepare(ctx context.Context, c *api.Container) (*runner.Container,
 
 // notStarted says why the container did not start; when it was interrupted, that
 // is why, whatever failed as a consequence.
-func (r *run) notStarted(ctx context.Context, err error) error {
-	if ctx.Err() != nil {
-		err = context.Cause(ctx)
+func notStarted(before context.Context, err error) error {
+	if before.Err() != nil {
+		err = ErrInterrupted
 	}
 	return &NotStartedError{err}
 }
