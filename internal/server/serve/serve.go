@@ -27,7 +27,10 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	format "hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/server/bundles"
 	"hydrofoil.dev/foil/internal/server/catalog/sqlite"
+	"hydrofoil.dev/foil/internal/server/ingest"
 	"hydrofoil.dev/foil/internal/server/objects"
 	"hydrofoil.dev/foil/internal/server/registry"
 )
@@ -125,11 +128,17 @@ func (s *Server) open(ctx context.Context) error {
 		return err
 	}
 	s.closers = append(s.closers, cat.Close)
+	ingester := &ingest.Ingester{Objects: store, Catalog: cat}
+	s.closers = append(s.closers, ingester.Close)
+	bundle := bundles.New(bundles.Options{Catalog: cat, Objects: store, Rootfs: rootfsOf(ingester), Log: s.log})
+	queue := newQueue(bundle, s.log)
+	s.closers = append(s.closers, queue.Close)
 	reg, err := registry.New(registry.Options{
-		Store:   store,
-		Catalog: cat,
-		Uploads: filepath.Join(root, "uploads"),
-		Log:     s.log,
+		Store:      store,
+		Catalog:    cat,
+		Uploads:    filepath.Join(root, "uploads"),
+		OnManifest: queue.add,
+		Log:        s.log,
 	})
 	if err != nil {
 		return err
@@ -143,6 +152,8 @@ func (s *Server) open(ctx context.Context) error {
 	mux := http.NewServeMux()
 	mux.Handle("/v2", reg)
 	mux.Handle("/v2/", reg)
+	mux.Handle(format.PullPath, bundle)
+	mux.Handle(format.PromotePath, bundle)
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, req *http.Request) {
 		if _, err := cat.ListRepositories(req.Context(), "", 0); err != nil {
 			s.log.Error("not healthy", "error", err)

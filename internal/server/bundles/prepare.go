@@ -1,0 +1,34 @@
+package bundles
+
+import (
+	"context"
+
+	"github.com/opencontainers/go-digest"
+
+	"hydrofoil.dev/foil/internal/format/bundle"
+)
+
+// Prepare does for a manifest of a repository what its first pull would
+// otherwise wait for: its rootfs is made, and the index and order of it. The
+// error is the one that the pull would get; a manifest that is no image is
+// CodeUnsupported.
+func (h *Handler) Prepare(ctx context.Context, repository string, manifest digest.Digest) error {
+	m, err := resolve(ctx, h.o.Catalog, h.o.Objects, bundle.ImageRequest{Repository: repository, Reference: manifest.String()})
+	if err != nil {
+		return err
+	}
+	r, err := h.rootfs(ctx, m)
+	if err != nil {
+		return err
+	}
+	encoded, err := h.encodedTOC(ctx, r)
+	if err != nil {
+		return err
+	}
+	x, err := h.index(ctx, r, encoded)
+	if err != nil {
+		return err
+	}
+	_, err = h.order(ctx, m, x, encoded)
+	return err
+}
