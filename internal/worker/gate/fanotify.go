@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"math"
 	"os"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -114,9 +115,11 @@ type Stats struct {
 //  3. occupies each number the journal holds (a duplicate of /dev/null), until
 //     its event is answered. Otherwise a new event could get the same number
 //     as an old one, and an answer could let the wrong one through. Where
-//     the number is in use in this process already it cannot be occupied; should it
-//     become free and a new event get it, then both events are held until
-//     both ranges are here, and answered together.
+//     the number is in use in this process already it cannot be occupied. The
+//     journal then says that it may be shared. Should it become free and a new
+//     event get it, then both events are held until both ranges are here, and answered
+//     together; and should this process die before, then the next one, which
+//     cannot know how many events have the number, denies them all.
 //
 // Then the caller puts its arenas back with Guard, at which the noted events
 // of each go on waiting for their ranges; and calls Start, which denies noted
@@ -155,9 +158,10 @@ type Fanotify struct {
 	pending   int // slots taken
 	started   bool
 	closed    bool
-	// stale has the numbers that an earlier daemon left, until answered.
-	stale  map[int32]*staleNumber
-	nStale atomic.Int32 // len(stale), for the reader's quick check
+	// stale has the numbers that an earlier daemon left, until answered;
+	// nShared counts those that a new event can get too.
+	stale   map[int32]*staleNumber
+	nShared atomic.Int32
 }
 
 // guarded is an arena behind the gate, or one released a moment ago.
@@ -186,8 +190,9 @@ type staleNumber struct {
 	answers int  // events that wait for an answer under this number
 	deny    bool // one of them must fail; so all do
 	slots   []int
-	owned   bool // the number is a descriptor of the gate, to be closed
-	waiting []journalSlot
+	owned   bool          // the number is a descriptor of the gate, to be closed
+	shared  bool          // it could not be occupied: new events can have it too
+	waiting []journalSlot // not resumed yet
 }
 
 var _ Gate = (*Fanotify)(nil)
@@ -370,54 +375,67 @@ func (g *Fanotify) inherit(limit uint64, taken []journalSlot) error {
 	for _, s := range taken {
 		noted[s.number] = true
 	}
+	for _, s := range taken {
+		if s.shared {
+			noted[s.number] = false
+		}
+	}
 	denied := 0
 	for n := range int32(limit) {
 		if noted[n] {
 			continue
 		}
-		switch err := kernel.FanotifyDeny(g.groupFD, n, unix.EIO); err {
-		case nil:
+		// Again, in case it is shared.
+		for {
+			err := kernel.FanotifyDeny(g.groupFD, n, unix.EIO)
+			if err == unix.ENOENT {
+				break
+			}
+			if err != nil {
+				return fmt.Errorf("take over gate: deny event %d: %w", n, err)
+			}
 			denied++
-		case unix.ENOENT:
-		default:
-			return fmt.Errorf("take over gate: deny event %d: %w", n, err)
 		}
 	}
 	if denied > 0 {
 		g.denied.Add(int64(denied))
 		g.log.Warn("reads failed with EIO: the last daemon died before it noted them", "reads", denied)
 	}
+	for _, s := range taken {
+		if !noted[s.number] {
+			g.journal.free(s.slot)
+		}
+	}
+	taken = slices.DeleteFunc(taken, func(s journalSlot) bool { return !noted[s.number] })
 
 	null, err := unix.Open(os.DevNull, unix.O_RDONLY|unix.O_CLOEXEC, 0)
 	if err != nil {
 		return fmt.Errorf("take over gate: open %s: %w", os.DevNull, err)
 	}
-	defer unix.Close(null)
 	slotTaken := make(map[int]bool, len(taken))
 	for _, s := range taken {
 		slotTaken[s.slot] = true
 		sn := g.stale[s.number]
 		if sn == nil {
 			sn = &staleNumber{number: s.number}
-			// Asks for the number or the next free one above it: unlike dup2 it
-			// never closes what somebody else has there.
-			got, err := unix.FcntlInt(uintptr(null), unix.F_DUPFD_CLOEXEC, int(s.number))
-			switch {
-			case err == nil && got == int(s.number):
-				sn.owned = true
-			case err == nil:
-				unix.Close(got)
-			case errors.Is(err, unix.EINVAL), errors.Is(err, unix.EMFILE):
-				// Above this process's own limit: no event can get it here.
-			default:
+			g.stale[s.number] = sn
+			if sn.owned, err = occupy(null, s.number); err != nil {
 				return fmt.Errorf("take over gate: occupy number %d: %w", s.number, err)
 			}
-			g.stale[s.number] = sn
+			if sn.shared = !sn.owned; sn.shared {
+				g.nShared.Add(1)
+			}
+		}
+		if sn.shared {
+			g.journal.share(s.slot)
 		}
 		sn.open++
 		sn.answers++
 		sn.slots = append(sn.slots, s.slot)
 		sn.waiting = append(sn.waiting, s)
+	}
+	if g.stale[int32(null)] == nil {
+		unix.Close(null)
 	}
 	free := g.freeSlots[:0]
 	for _, i := range g.freeSlots {
@@ -428,11 +446,31 @@ func (g *Fanotify) inherit(limit uint64, taken []journalSlot) error {
 	}
 	g.freeSlots = free
 	g.pending = len(taken)
-	g.nStale.Store(int32(len(g.stale)))
 	if len(taken) > 0 {
 		g.log.Info("took over waiting reads", "reads", len(taken))
 	}
 	return nil
+}
+
+// occupy makes number a duplicate of null, or null itself, and reports false when it is something else
+// already or beyond what this process may open.
+func occupy(null int, number int32) (bool, error) {
+	if int(number) == null {
+		return true, nil
+	}
+	// Asks for the number or the next free one above it: unlike dup2 it never
+	// closes what somebody else has there.
+	got, err := unix.FcntlInt(uintptr(null), unix.F_DUPFD_CLOEXEC, int(number))
+	switch {
+	case err == nil && got == int(number):
+		return true, nil
+	case err == nil:
+		unix.Close(got)
+		return false, nil
+	case errors.Is(err, unix.EINVAL), errors.Is(err, unix.EMFILE):
+		return false, nil
+	}
+	return false, err
 }
 
 // Guard implements Gate. The keeper holds file before the mark is made. The
@@ -664,8 +702,18 @@ func (g *Fanotify) read(rc syscall.RawConn) {
 			got  int
 			rerr error
 		)
+		// While new events can get numbers of old ones, none must be answered
+		// between a read and the note of what it brought.
+		locked := false
 		err := rc.Read(func(fd uintptr) bool {
+			if locked = g.nShared.Load() > 0; locked {
+				g.mu.Lock()
+			}
 			got, rerr = unix.Read(int(fd), buf[:n*kernel.PreAccessEventLen])
+			if locked && (rerr != nil || got <= 0) {
+				g.mu.Unlock()
+				locked = false
+			}
 			return rerr != unix.EAGAIN
 		})
 		if g.ctx.Err() != nil && got <= 0 {
@@ -694,7 +742,11 @@ func (g *Fanotify) read(rc syscall.RawConn) {
 		if err != nil {
 			g.log.Error("gate cannot understand the kernel; reads may hang until the daemon is restarted", "err", err)
 		}
-		taken = g.note(taken[:0], events)
+		if !locked {
+			g.mu.Lock()
+		}
+		taken = g.noteLocked(taken[:0], events)
+		g.mu.Unlock()
 		g.at("noted")
 		for _, p := range taken {
 			g.handle(p)
@@ -723,8 +775,8 @@ func (g *Fanotify) waitForRoom() int {
 	return min(batch, g.max-g.pending)
 }
 
-// note writes events into the journal, and denies what cannot be noted.
-func (g *Fanotify) note(dst []pendingEvent, events []kernel.FanotifyEvent) []pendingEvent {
+// noteLocked writes events into the journal, and denies what cannot be noted.
+func (g *Fanotify) noteLocked(dst []pendingEvent, events []kernel.FanotifyEvent) []pendingEvent {
 	g.events.Add(int64(len(events)))
 	for _, e := range events {
 		if e.Number < 0 {
@@ -742,26 +794,21 @@ func (g *Fanotify) note(dst []pendingEvent, events []kernel.FanotifyEvent) []pen
 			pid:    e.PID,
 		}
 		p.off, p.n = eventRange(e, st.Size)
-		g.mu.Lock()
 		if len(g.freeSlots) == 0 {
-			g.mu.Unlock()
 			g.drop(e.Number, errors.New("the journal is full"))
 			continue
 		}
 		p.slot = g.freeSlots[len(g.freeSlots)-1]
 		g.freeSlots = g.freeSlots[:len(g.freeSlots)-1]
 		g.pending++
-		if g.nStale.Load() > 0 {
-			if sn := g.stale[e.Number]; sn != nil {
-				sn.open++
-				sn.answers++
-				sn.slots = append(sn.slots, p.slot)
-				sn.owned = true
-				p.stale = sn
-			}
+		if sn := g.stale[e.Number]; sn != nil {
+			sn.open++
+			sn.answers++
+			sn.slots = append(sn.slots, p.slot)
+			sn.owned = true
+			p.stale = sn
 		}
-		g.mu.Unlock()
-		g.journal.take(p.slot, p.record)
+		g.journal.take(p.slot, p.record, p.stale != nil)
 		dst = append(dst, p)
 	}
 	return dst
@@ -892,7 +939,9 @@ func (g *Fanotify) decideStaleLocked(sn *staleNumber, allow bool) {
 		g.answer(sn.number, !sn.deny, true)
 	}
 	delete(g.stale, sn.number)
-	g.nStale.Store(int32(len(g.stale)))
+	if sn.shared {
+		g.nShared.Add(-1)
+	}
 	for _, slot := range sn.slots {
 		g.journal.free(slot)
 		g.releaseSlotLocked(slot)

@@ -32,10 +32,11 @@ import (
 //	  16  uint64   offset in the arena, bytes
 //	  24  uint64   count, bytes; offset + count is below 2^63
 //	  32  int32    number of the event, 0 or above
-//	  36  uint32   state: 0 free, 1 read and not answered
+//	  36  uint32   state: 0 free, 1 read and not answered, 2 the same, but other events,
+//	               noted or not, may wait under the same number
 //
 // A slot's state is written last when it is taken and first when it is freed,
-// so a slot that says 1 is whole whenever its writer dies. A slot with any
+// so a slot that says 1 or 2 is whole whenever its writer dies. A slot with any
 // other state, or with values out of range, stands for nothing: its event is
 // treated like one that was never noted.
 const (
@@ -47,8 +48,9 @@ const (
 	// batch in hand: 640 KiB of address space, of which only what is used takes memory.
 	journalSlots = 16384
 
-	slotFree  = 0
-	slotTaken = 1
+	slotFree   = 0
+	slotTaken  = 1
+	slotShared = 2
 )
 
 // record is what a slot says of one event.
@@ -66,6 +68,7 @@ type inode struct{ dev, ino uint64 }
 type journalSlot struct {
 	slot int
 	record
+	shared bool
 }
 
 // parseJournal reads a journal's memory.
@@ -87,7 +90,8 @@ func parseJournal(mem []byte) (limit uint64, taken []journalSlot, err error) {
 	}
 	for i := range int(slots) {
 		s := mem[journalHeaderSize+i*journalSlotSize:][:journalSlotSize]
-		if ne.Uint32(s[36:]) != slotTaken {
+		state := ne.Uint32(s[36:])
+		if state != slotTaken && state != slotShared {
 			continue
 		}
 		off, n, number := ne.Uint64(s[16:]), ne.Uint64(s[24:]), int32(ne.Uint32(s[32:]))
@@ -99,7 +103,7 @@ func parseJournal(mem []byte) (limit uint64, taken []journalSlot, err error) {
 			off:    int64(off),
 			n:      int64(n),
 			number: number,
-		}})
+		}, state == slotShared})
 	}
 	return limit, taken, nil
 }
@@ -199,7 +203,7 @@ func (j *journal) slots() int { return (len(j.mem) - journalHeaderSize) / journa
 func (j *journal) setLimit(limit uint64) { binary.NativeEndian.PutUint64(j.mem[16:], limit) }
 
 // take notes an event in a free slot.
-func (j *journal) take(slot int, r record) {
+func (j *journal) take(slot int, r record, shared bool) {
 	ne := binary.NativeEndian
 	s := j.mem[journalHeaderSize+slot*journalSlotSize:][:journalSlotSize]
 	ne.PutUint64(s, r.inode.dev)
@@ -207,8 +211,15 @@ func (j *journal) take(slot int, r record) {
 	ne.PutUint64(s[16:], uint64(r.off))
 	ne.PutUint64(s[24:], uint64(r.n))
 	ne.PutUint32(s[32:], uint32(r.number))
-	j.setState(slot, slotTaken)
+	if shared {
+		j.share(slot)
+	} else {
+		j.setState(slot, slotTaken)
+	}
 }
+
+// share says of a taken slot that its number may stand for other events too.
+func (j *journal) share(slot int) { j.setState(slot, slotShared) }
 
 // free forgets an event that has its answer.
 func (j *journal) free(slot int) { j.setState(slot, slotFree) }

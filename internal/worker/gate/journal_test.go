@@ -26,9 +26,9 @@ func TestJournalGolden(t *testing.T) {
 		t.Skip("the golden file is of a little-endian machine")
 	}
 	j := emptyJournal(4)
-	j.take(1, record{inode: inode{0x0801, 1234567}, off: 4096, n: 131072, number: 42})
-	j.take(2, record{inode: inode{math.MaxUint64, 1}, off: math.MaxInt64, n: 0, number: math.MaxInt32})
-	j.take(3, record{number: 7})
+	j.take(1, record{inode: inode{0x0801, 1234567}, off: 4096, n: 131072, number: 42}, false)
+	j.take(2, record{inode: inode{math.MaxUint64, 1}, off: math.MaxInt64, n: 0, number: math.MaxInt32}, true)
+	j.take(3, record{number: 7}, false)
 	j.free(3)
 	golden := filepath.Join("testdata", "journal.v1")
 	if *update {
@@ -48,8 +48,8 @@ func TestJournalGolden(t *testing.T) {
 		t.Fatal(err)
 	}
 	wantTaken := []journalSlot{
-		{1, record{inode{0x0801, 1234567}, 4096, 131072, 42}},
-		{2, record{inode{math.MaxUint64, 1}, math.MaxInt64, 0, math.MaxInt32}},
+		{1, record{inode{0x0801, 1234567}, 4096, 131072, 42}, false},
+		{2, record{inode{math.MaxUint64, 1}, math.MaxInt64, 0, math.MaxInt32}, true},
 	}
 	if diff := cmp.Diff(wantTaken, taken, cmp.AllowUnexported(journalSlot{}, record{}, inode{})); diff != "" || limit != 65536 {
 		t.Errorf("limit %d, slots (-want +got):\n%s", limit, diff)
@@ -72,13 +72,13 @@ func TestJournalRefuses(t *testing.T) {
 	}
 	// A slot that makes no sense is nobody's.
 	for name, change := range map[string]func(s []byte){
-		"state":  func(s []byte) { ne.PutUint32(s[36:], 2) },
+		"state":  func(s []byte) { ne.PutUint32(s[36:], 3) },
 		"number": func(s []byte) { ne.PutUint32(s[32:], math.MaxUint32) },
 		"offset": func(s []byte) { ne.PutUint64(s[16:], 1<<63) },
 		"count":  func(s []byte) { ne.PutUint64(s[24:], math.MaxInt64) },
 	} {
 		j := emptyJournal(1)
-		j.take(0, record{off: 4096, n: 4096, number: 3})
+		j.take(0, record{off: 4096, n: 4096, number: 3}, false)
 		change(j.mem[journalHeaderSize:])
 		if _, taken, err := parseJournal(j.mem); err != nil || len(taken) != 0 {
 			t.Errorf("%s: %v, %v", name, taken, err)
@@ -91,7 +91,7 @@ func TestJournalModel(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		slots := rapid.IntRange(1, 20).Draw(t, "slots")
 		j := emptyJournal(slots)
-		model := make([]*record, slots)
+		model := make([]*journalSlot, slots)
 		for range rapid.IntRange(0, 50).Draw(t, "steps") {
 			slot := rapid.IntRange(0, slots-1).Draw(t, "slot")
 			if model[slot] != nil {
@@ -106,13 +106,14 @@ func TestJournalModel(t *testing.T) {
 				n:      rapid.Int64Range(0, math.MaxInt64-off).Draw(t, "n"),
 				number: rapid.Int32Range(0, math.MaxInt32).Draw(t, "number"),
 			}
-			j.take(slot, r)
-			model[slot] = &r
+			shared := rapid.Bool().Draw(t, "shared")
+			j.take(slot, r, shared)
+			model[slot] = &journalSlot{slot, r, shared}
 		}
 		var want []journalSlot
-		for i, r := range model {
-			if r != nil {
-				want = append(want, journalSlot{i, *r})
+		for _, s := range model {
+			if s != nil {
+				want = append(want, *s)
 			}
 		}
 		_, got, err := parseJournal(j.mem)
@@ -132,7 +133,7 @@ func TestJournalOpen(t *testing.T) {
 	}
 	defer j.close()
 	want := record{inode: inode{1, 2}, off: 3, n: 4, number: 5}
-	j.take(100, want)
+	j.take(100, want, false)
 	f, err := duplicate(int(j.file.Fd()), "journal")
 	if err != nil {
 		t.Fatal(err)
@@ -142,7 +143,7 @@ func TestJournalOpen(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer j2.close()
-	if limit != 20000 || len(taken) != 1 || taken[0] != (journalSlot{100, want}) {
+	if limit != 20000 || len(taken) != 1 || taken[0] != (journalSlot{100, want, false}) {
 		t.Errorf("limit %d, slots %v", limit, taken)
 	}
 	// One that could be cut off under the mapping is refused.
@@ -161,7 +162,7 @@ func TestJournalOpen(t *testing.T) {
 
 func FuzzParseJournal(f *testing.F) {
 	j := emptyJournal(3)
-	j.take(1, record{inode: inode{1, 2}, off: 4096, n: 4096, number: 17})
+	j.take(1, record{inode: inode{1, 2}, off: 4096, n: 4096, number: 17}, false)
 	f.Add(j.mem)
 	f.Add(j.mem[:journalHeaderSize])
 	f.Add([]byte(journalMagic))
@@ -176,7 +177,7 @@ func FuzzParseJournal(f *testing.F) {
 			if s.off < 0 || s.n < 0 || s.off+s.n < 0 || s.number < 0 {
 				t.Fatalf("slot out of range: %+v", s)
 			}
-			again.take(s.slot, s.record)
+			again.take(s.slot, s.record, s.shared)
 		}
 		_, got, err := parseJournal(again.mem)
 		if err != nil {
