@@ -161,8 +161,8 @@ func (c *Client) newLink() *link {
 			ctx, cancel := context.WithTimeoutCause(ctx, c.opts.ConnectTimeout, errConnect)
 			defer cancel()
 			conn, err := c.opts.Dial(ctx, network, address)
-			if err != nil && context.Cause(ctx) == errConnect {
-				return nil, fmt.Errorf("%w (%v)", errConnect, c.opts.ConnectTimeout)
+			if err != nil && errors.Is(context.Cause(ctx), errConnect) {
+				return nil, fmt.Errorf("connect to %s: %w (%v)", address, errConnect, c.opts.ConnectTimeout)
 			}
 			if err != nil {
 				return nil, err

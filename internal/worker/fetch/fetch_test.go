@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+	"path/filepath"
 	"runtime"
 	"strings"
 	"sync"
@@ -101,6 +102,22 @@ func TestPull(t *testing.T) {
 		pr := p.Progress()
 		if pr.Moved != pr.Total || pr.Moved == 0 || pr.ContentHere != pr.ContentTotal || pr.Resumes != 0 {
 			t.Errorf("progress %+v", pr)
+		}
+		// What is complete is durable: it needs no presence map.
+		a := w.arena(t, m)
+		if err := a.Close(); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Remove(filepath.Join(a.Dir(), "presence")); err != nil {
+			t.Fatal(err)
+		}
+		durable, err := arena.Open(a.Dir(), a.Layout())
+		if err != nil {
+			t.Fatal(err)
+		}
+		w.arenas[m.ChainID] = durable
+		if !durable.Complete() {
+			t.Errorf("%d segments are not durable", durable.Missing())
 		}
 		// Another pull of the same finds nothing to do, on the same connection.
 		o := w.options(c, 1)

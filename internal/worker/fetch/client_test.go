@@ -1,0 +1,243 @@
+package fetch
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"io"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"hydrofoil.dev/foil/internal/format/bundle"
+)
+
+func TestClientAddress(t *testing.T) {
+	for _, base := range []string{"", "host:5000", "ftp://host", "http://", "http://[::1"} {
+		if c, err := NewClient(ClientOptions{Base: base}); err == nil {
+			t.Errorf("%q was taken as %s", base, c.Base())
+		}
+	}
+}
+
+// countDials counts a client's connections.
+func countDials(n *atomic.Int64) func(context.Context, string, string) (net.Conn, error) {
+	return func(ctx context.Context, network, address string) (net.Conn, error) {
+		n.Add(1)
+		return new(net.Dialer).DialContext(ctx, network, address)
+	}
+}
+
+// h2cServer serves on loopback, without TLS.
+func h2cServer(t *testing.T, h http.HandlerFunc) string {
+	t.Helper()
+	s := httptest.NewUnstartedServer(h)
+	s.Config.Protocols = new(http.Protocols)
+	s.Config.Protocols.SetUnencryptedHTTP2(true)
+	s.Start()
+	t.Cleanup(s.Close)
+	return s.URL
+}
+
+func TestClientOneConnection(t *testing.T) {
+	protocol := func(w http.ResponseWriter, r *http.Request) {
+		io.Copy(w, r.Body)
+		if r.ProtoMajor != 2 {
+			t.Errorf("a request came over %s", r.Proto)
+		}
+	}
+	secure := httptest.NewUnstartedServer(http.HandlerFunc(protocol))
+	secure.EnableHTTP2 = true
+	secure.StartTLS()
+	defer secure.Close()
+	for name, base := range map[string]string{"plain": h2cServer(t, protocol), "TLS": secure.URL} {
+		t.Run(name, func(t *testing.T) {
+			var dials atomic.Int64
+			opts := ClientOptions{Base: base, Dial: countDials(&dials)}
+			if name == "TLS" {
+				opts.TLS = secure.Client().Transport.(*http.Transport).TLSClientConfig
+			}
+			c, err := NewClient(opts)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer c.Close()
+			for range 5 {
+				var answer string
+				if err := c.Post(t.Context(), "/x", "hello", &answer); err != nil || answer != "hello" {
+					t.Errorf("answer %q, %v", answer, err)
+				}
+			}
+			// A stream and small requests beside it.
+			r, err := c.post(t.Context(), "/x", "stream")
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := c.Post(t.Context(), "/x", "beside", nil); err != nil {
+				t.Error(err)
+			}
+			r.Close()
+			if n := dials.Load(); n != 1 {
+				t.Errorf("%d connections", n)
+			}
+		})
+	}
+	noneLeft(t)
+}
+
+func TestClientUntrusted(t *testing.T) {
+	s := httptest.NewTLSServer(http.NotFoundHandler())
+	defer s.Close()
+	s.Config.ErrorLog = nil
+	c, err := NewClient(ClientOptions{Base: s.URL, TLS: &tls.Config{}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	var unknown *tls.CertificateVerificationError
+	if err := c.Post(t.Context(), "/x", 1, nil); !errors.As(err, &unknown) {
+		t.Errorf("a server with a certificate of its own: %v", err)
+	}
+}
+
+func TestClientStatus(t *testing.T) {
+	for _, tc := range []struct {
+		status     int
+		body, want string
+		final      bool
+	}{
+		{404, `{"code":"not_found","message":"no tag 7"}`, "404 Not Found: no tag 7", true},
+		{403, `{"errors":[{"code":"DENIED","message":"not you"}]}`, "403 Forbidden: not you", true},
+		{502, "<html>", "502 Bad Gateway: <html>", false},
+		{429, "", "429 Too Many Requests", false},
+		{501, "", "501 Not Implemented", true},
+		{404, "404 page not found\n", "404 Not Found: 404 page not found", true},
+	} {
+		base := h2cServer(t, func(w http.ResponseWriter, r *http.Request) {
+			w.WriteHeader(tc.status)
+			io.WriteString(w, tc.body)
+		})
+		c, err := NewClient(ClientOptions{Base: base})
+		if err != nil {
+			t.Fatal(err)
+		}
+		err = c.Post(t.Context(), "/x", 1, nil)
+		var status *StatusError
+		if !errors.As(err, &status) || status.Final() != tc.final || isFinal(err) != tc.final || !strings.HasSuffix(err.Error(), tc.want) {
+			t.Errorf("%d: %v, final %v", tc.status, err, isFinal(err))
+		}
+		var said *bundle.Error
+		if strings.Contains(tc.body, "code\":\"not_found") != errors.As(err, &said) {
+			t.Errorf("%d: said %v", tc.status, said)
+		}
+		c.Close()
+	}
+	noneLeft(t)
+}
+
+func TestClientTimeouts(t *testing.T) {
+	hang := make(chan struct{})
+	base := h2cServer(t, func(w http.ResponseWriter, r *http.Request) {
+		if r.URL.Path == "/stall" {
+			io.WriteString(w, "a few bytes")
+			http.NewResponseController(w).Flush()
+		}
+		select {
+		case <-hang:
+		case <-r.Context().Done():
+		}
+	})
+	defer close(hang)
+	var dials atomic.Int64
+	c, err := NewClient(ClientOptions{Base: base, Dial: countDials(&dials), HeaderTimeout: 50 * time.Millisecond, StallTimeout: 50 * time.Millisecond})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	if err := c.Post(t.Context(), "/hang", 1, nil); !errors.Is(err, errHeader) {
+		t.Errorf("a server that does not answer: %v", err)
+	}
+	r, err := c.post(t.Context(), "/stall", 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	b, err := io.ReadAll(r)
+	if string(b) != "a few bytes" || !errors.Is(err, errStall) {
+		t.Errorf("a stream that stalls: %q, %v", b, err)
+	}
+	// Not reading is no stall.
+	r2, err := c.post(t.Context(), "/stall", 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	time.Sleep(100 * time.Millisecond)
+	if n, err := r2.Read(make([]byte, 100)); n == 0 || err != nil {
+		t.Errorf("a reader that was slow: %d bytes, %v", n, err)
+	}
+	r.Close()
+	r2.Close()
+	if n := dials.Load(); n != 2 { // the one that hung was given up
+		t.Errorf("%d connections", n)
+	}
+	dead, err := NewClient(ClientOptions{Base: base, ConnectTimeout: 20 * time.Millisecond, Dial: func(ctx context.Context, _, _ string) (net.Conn, error) {
+		<-ctx.Done()
+		return nil, ctx.Err()
+	}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer dead.Close()
+	if err := dead.Post(t.Context(), "/x", 1, nil); !errors.Is(err, errConnect) {
+		t.Errorf("an address that nobody answers at: %v", err)
+	}
+	c.Close()
+	if err := c.Post(t.Context(), "/x", 1, nil); err == nil {
+		t.Error("a closed client sent a request")
+	}
+}
+
+// TestClientCut has a connection go dead without a word, as when a cable is
+// pulled: pings find out, and the next request connects anew.
+func TestClientCut(t *testing.T) {
+	base := h2cServer(t, func(w http.ResponseWriter, r *http.Request) { io.Copy(w, r.Body) })
+	var dials atomic.Int64
+	var cut atomic.Bool
+	c, err := NewClient(ClientOptions{Base: base, PingInterval: 50 * time.Millisecond, Dial: func(ctx context.Context, network, address string) (net.Conn, error) {
+		conn, err := new(net.Dialer).DialContext(ctx, network, address)
+		return &cutConn{Conn: conn, cut: &cut, dials: dials.Add(1)}, err
+	}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	if err := c.Post(t.Context(), "/x", 1, nil); err != nil {
+		t.Fatal(err)
+	}
+	cut.Store(true)
+	for range 100 {
+		if err = c.Post(t.Context(), "/x", 1, nil); err == nil {
+			break
+		}
+	}
+	if err != nil || dials.Load() != 2 {
+		t.Errorf("after the cut: %v, %d connections", err, dials.Load())
+	}
+}
+
+// cutConn swallows what is written to the first connection once cut is set.
+type cutConn struct {
+	net.Conn
+	cut   *atomic.Bool
+	dials int64
+}
+
+func (c *cutConn) Write(b []byte) (int, error) {
+	if c.dials == 1 && c.cut.Load() {
+		return len(b), nil
+	}
+	return c.Conn.Write(b)
+}
