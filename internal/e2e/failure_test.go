@@ -15,7 +15,6 @@ import (
 
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
-	"hydrofoil.dev/foil/internal/fstest"
 	"hydrofoil.dev/foil/internal/server/layer/layertest"
 	"hydrofoil.dev/foil/internal/worker/api"
 )
@@ -45,7 +44,7 @@ func halfPulled(t *testing.T, nodeFlags ...string) (s *server, k *link, w *worke
 func intact(t *testing.T, w *worker, ref string, img image) {
 	t.Helper()
 	w.mustPull(ref, api.Complete)
-	if diff := fstest.Diff(snapshot(t, unpack(t, img)), snapshot(t, w.mountOf(ref))); diff != "" {
+	if diff := differs(t, img, w.mountOf(ref)); diff != "" {
 		t.Errorf("wrong bytes:\n%s", diff)
 	}
 	if last, bad := w.verify(ref); len(bad) > 0 || last.Checked != last.Total {
