@@ -31,7 +31,7 @@ import (
 // not suffice they come again under other names, with another constant added to
 // every byte, so that nothing is deduplicated and everything compresses as
 // before.
-func corpus(b *testing.B, store objects.Store, size int64) (d ingest.Descriptor, files int, bytes int64) {
+func corpus(b *testing.B, store objects.Store, size int64, level int) (d ingest.Descriptor, files int, bytes int64) {
 	b.Helper()
 	tmp, err := os.CreateTemp(b.TempDir(), "layer")
 	if err != nil {
@@ -39,7 +39,7 @@ func corpus(b *testing.B, store objects.Store, size int64) (d ingest.Descriptor,
 	}
 	defer tmp.Close()
 	blob := digest.SHA256.Digester()
-	z, err := gzip.NewWriterLevel(io.MultiWriter(tmp, blob.Hash()), 4)
+	z, err := gzip.NewWriterLevel(io.MultiWriter(tmp, blob.Hash()), level)
 	if err != nil {
 		b.Fatal(err)
 	}
@@ -138,7 +138,7 @@ func BenchmarkIngest(b *testing.B) {
 	if err != nil {
 		b.Fatal(err)
 	}
-	d, files, size := corpus(b, store, 256<<20)
+	d, files, size := corpus(b, store, 256<<20, 6)
 	for _, cores := range []int{1, runtime.GOMAXPROCS(0)} {
 		b.Run(fmt.Sprintf("cores=%d", cores), func(b *testing.B) {
 			defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(cores))
@@ -173,7 +173,7 @@ func BenchmarkIngestMemory(b *testing.B) {
 			if err != nil {
 				b.Fatal(err)
 			}
-			d, files, bytes := corpus(b, store, size*1e6)
+			d, files, bytes := corpus(b, store, size*1e6, gzip.BestSpeed)
 			b.SetBytes(bytes)
 			var peak int64
 			for b.Loop() {

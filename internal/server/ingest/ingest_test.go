@@ -286,9 +286,11 @@ func TestHostileLayersAreRefusedOnceAndLeaveNothing(t *testing.T) {
 	s.Options.Packs.PackSize = 64 << 10 // so that packs are committed before the end
 	l := lt.Layer{lt.File("large", 0o644, noise(3, 4<<20)), lt.File("../escape", 0o644, "x")}
 	d := push(t, s.memory, l.Gzip(t))
-	committed := false
+	var committed atomic.Bool
 	s.memory.Inject(func(_ int, op objects.Op, key string) error {
-		committed = committed || op == objects.OpCommit && strings.HasPrefix(key, "packs/")
+		if op == objects.OpCommit && strings.HasPrefix(key, "packs/") {
+			committed.Store(true)
+		}
 		return nil
 	})
 	for try := range 2 {
@@ -301,7 +303,7 @@ func TestHostileLayersAreRefusedOnceAndLeaveNothing(t *testing.T) {
 			t.Errorf("left: %v", keys)
 		}
 		if try == 0 {
-			if !committed {
+			if !committed.Load() {
 				t.Fatal("no pack was committed: the test shows nothing")
 			}
 			s.memory.Inject(func(_ int, op objects.Op, key string) error {
