@@ -17,7 +17,7 @@
 // this order, and every number but those of frames is checked by the reader:
 //
 //	1 Hello   once, first
-//	2 Image   one for each image asked for that could be resolved, before Plan
+//	2 Image   one for each image asked for, before Plan
 //	3 Plan    once
 //	4 Frame   once for each frame of the plan
 //	5 Error   ends the stream, at any place

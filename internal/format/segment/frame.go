@@ -161,6 +161,8 @@ var (
 	}}
 )
 
-// frameLevel is the zstd level of frames. See BenchmarkAppendFrame for what
-// the levels cost and bring.
+// frameLevel is the zstd level of frames. Files of a distribution in frames of
+// 128 KiB take 0.313 of their size at some 170 MB/s of processor time; with
+// SpeedBetterCompression 0.305 at 70, which leaves an ingest of 60 MB/s no time
+// to inflate and hash (BenchmarkFrame).
 const frameLevel = zstd.SpeedDefault

@@ -80,6 +80,7 @@ type guesser struct {
 	seen     map[int]bool // inodes of programs looked into
 	order    Order
 	langs    []*language // in the order found
+	all      []named     // all contents; made by files
 	conf     []string    // directories of ld.so.conf
 	confRead bool
 }

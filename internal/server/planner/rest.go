@@ -45,20 +45,35 @@ type named struct {
 	path  string
 	inode int
 	size  int64
-	class int
+	class int // lower ones first
 }
 
-// files lists the contents that have no rank yet.
+// files lists the contents that have no rank yet, by their first names.
 func (g *guesser) files() []named {
-	var list []named
-	met := make([]bool, len(g.ranked))
-	g.t.Walk(func(p string, i int) {
-		n := &g.t.Inodes[i]
-		if n.Content >= 0 && !g.ranked[n.Content] && !met[n.Content] {
+	if g.all == nil {
+		met := make([]bool, len(g.ranked))
+		lateDirs := map[string]int{}
+		g.t.Walk(func(p string, i int) {
+			n := &g.t.Inodes[i]
+			if n.Content < 0 || met[n.Content] {
+				return
+			}
 			met[n.Content] = true
-			list = append(list, named{p, i, n.Size, 0})
+			dir := p[:strings.LastIndexByte(p, '/')+1]
+			class, ok := lateDirs[dir]
+			if !ok {
+				class = lateDir(dir)
+				lateDirs[dir] = class
+			}
+			g.all = append(g.all, named{p, i, n.Size, max(class, lateName(p))})
+		})
+	}
+	var list []named
+	for _, f := range g.all {
+		if !g.ranked[g.t.Inodes[f.inode].Content] {
+			list = append(list, f)
 		}
-	})
+	}
 	return list
 }
 
@@ -97,7 +112,10 @@ func (g *guesser) libraries() {
 	}
 	var list []named
 	for _, f := range g.files() {
-		if f.class = class(f.path); f.class < none && late(f.path) == 0 {
+		if f.class > 0 { // late
+			continue
+		}
+		if f.class = class(f.path); f.class < none {
 			list = append(list, f)
 		}
 	}
@@ -148,34 +166,32 @@ func matchDir(pattern, dir string) bool {
 	return false
 }
 
-// late says how unlikely it is that a program reads a file at its start.
-func late(p string) int {
+// lateDir and lateName say how unlikely it is that a program reads a file at
+// its start: 0 is not unlikely.
+func lateDir(dir string) int {
 	for _, s := range []string{"/share/doc/", "/share/man/", "/share/info/", "/share/locale/", "/share/help/", "/usr/include/", "/share/bug/", "/share/lintian/"} {
-		if strings.Contains(p, s) {
-			return 2
-		}
-	}
-	for _, s := range []string{".a", ".h", ".hpp", ".la", ".pc", ".md", ".rst", ".map", ".po"} {
-		if strings.HasSuffix(p, s) {
+		if strings.Contains(dir, s) {
 			return 2
 		}
 	}
 	for _, s := range []string{"/test/", "/tests/", "/var/lib/dpkg/", "/var/cache/", "/share/zoneinfo/", "/i18n/", "/gconv/", "/src/"} {
-		if strings.Contains(p, s) {
+		if strings.Contains(dir, s) {
 			return 1
 		}
 	}
 	return 0
 }
 
-// rest ranks everything else.
-func (g *guesser) rest() {
-	list := g.files()
-	for i := range list {
-		list[i].class = late(list[i].path)
+func lateName(p string) int {
+	switch path.Ext(p) {
+	case ".a", ".h", ".hpp", ".la", ".pc", ".md", ".rst", ".map", ".po":
+		return 2
 	}
-	g.rankAll(list)
+	return 0
 }
+
+// rest ranks everything else.
+func (g *guesser) rest() { g.rankAll(g.files()) }
 
 func (g *guesser) rankAll(list []named) {
 	slices.SortFunc(list, func(a, b named) int {
