@@ -28,3 +28,6 @@ func duplicate(fd int, name string) (*os.File, error) {
 	}
 	return os.NewFile(uintptr(fd), name), nil
 }
+
+// SetJournalLimit changes the limit of numbers in g's journal.
+func SetJournalLimit(g *Fanotify, limit uint64) { g.journal.setLimit(limit) }

@@ -177,3 +177,6 @@ func (b *Backing) WaitNeeds(ctx context.Context, n int) error {
 	}
 	return nil
 }
+
+// File returns the arena.
+func (b *Backing) File() *os.File { return b.file }

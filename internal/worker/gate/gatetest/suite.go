@@ -157,6 +157,7 @@ func Run(t *testing.T, s Setup) {
 		{"release", testRelease},
 		{"release lets waiting reads through", testReleaseWaiting},
 		{"killed reader", testKilled},
+		{"readers killed at any moment", testKilledAnytime},
 		{"guard refuses", testGuardRefuses},
 		{"close leaves reads waiting", testClose},
 	}
@@ -487,6 +488,32 @@ func testKilled(t *testing.T, r *rig) {
 	r.backing.Demand(true)
 	if err := wait(t); err != nil {
 		t.Error(err)
+	}
+}
+
+// testKilledAnytime: a reader that is killed in the middle of a long read must
+// not leave the rest of it in the page cache as zeros.
+func testKilledAnytime(t *testing.T, r *rig) {
+	r.backing.Demand(true)
+	f := r.open(t, "big")
+	rng := rand.New(rand.NewPCG(8, 9))
+	for i := range 60 {
+		if err := forget(f); err != nil {
+			t.Fatal(err)
+		}
+		// One that loops, so that there is always something to interrupt.
+		cmd := exec.Command("cat", r.path("big"), r.path("odd"), r.path("big"))
+		if err := cmd.Start(); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(time.Duration(rng.IntN(6000)) * time.Microsecond)
+		cmd.Process.Kill()
+		wait, _ := async(cmd.Wait)
+		wait(t) // it may have ended by itself
+		wait, _ = async(func() error { return r.readAt(f, "big", 0, 4<<20) })
+		if err := wait(t); err != nil {
+			t.Fatalf("after kill %d: %v", i, err)
+		}
 	}
 }
 
