@@ -168,7 +168,7 @@ func (r *Registry) receive(s *session, req *http.Request) error {
 	if want >= 0 {
 		body = io.LimitReader(body, want)
 	}
-	got, err := io.CopyBuffer(s, body, make([]byte, 256<<10))
+	got, err := io.CopyBuffer(s, body, make([]byte, 64<<10))
 	if err != nil {
 		return err
 	}
