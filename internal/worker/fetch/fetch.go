@@ -175,6 +175,12 @@ func (t *target) layout() *arena.Layout {
 // Start begins a pull, which goes on until it is complete, has failed, ctx ends
 // or Stop is called.
 func Start(ctx context.Context, opts Options) *Pull {
+	p := newPull(ctx, opts)
+	go p.run()
+	return p
+}
+
+func newPull(ctx context.Context, opts Options) *Pull {
 	opts.defaults()
 	outer := ctx
 	ctx, cancel := context.WithCancelCause(ctx)
@@ -194,7 +200,6 @@ func Start(ctx context.Context, opts Options) *Pull {
 		damaged: make(map[segment.ID]int),
 	}
 	p.promoter.init(p)
-	go p.run()
 	return p
 }
 

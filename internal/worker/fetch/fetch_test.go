@@ -9,6 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -651,4 +652,51 @@ func TestFullDisk(t *testing.T) {
 	if err := a.Wait(t.Context(), 0, a.Layout().Size()); !errors.Is(err, unix.ENOSPC) {
 		t.Errorf("a read: %v", err)
 	}
+}
+
+// FuzzStream has a server that sends anything. Whatever it is, the worker comes
+// to an end, and what it then has is right.
+func FuzzStream(f *testing.F) {
+	m := newImage(f, "a", append(files(6), blob(9, 1100000), make([]byte, 5000))...)
+	s := newServer(m)
+	f.Cleanup(s.close)
+	var whole bytes.Buffer
+	out := bundle.NewWriter(&whole)
+	out.Hello(bundle.Hello{Version: 1, Stream: "s"})
+	out.Image(&m.Image)
+	plan, frames := s.plan([]*image{m}, &bundle.Request{}, nil)
+	out.Plan(plan)
+	for i, frame := range frames {
+		out.Frame(uint32(i), frame.bytes)
+	}
+	out.End()
+	header := bytes.Index(whole.Bytes(), m.TOC) + len(m.TOC)
+	f.Add(uint32(0), []byte{}, uint32(0))
+	f.Add(uint32(header+5), []byte{1, 2, 3}, uint32(0))
+	f.Add(uint32(header+6), []byte{0xff}, uint32(1))
+	f.Add(uint32(whole.Len()-1000), []byte("other bytes"), uint32(3))
+	// Fuzzed bytes replace some of a stream that is right, so that they get far.
+	f.Fuzz(func(t *testing.T, at uint32, b []byte, drop uint32) {
+		from := min(int(at), whole.Len())
+		to := min(from+int(drop), whole.Len())
+		data := slices.Concat(whole.Bytes()[:from], b, whole.Bytes()[to:])
+		w := newWorker(t, s, t.TempDir())
+		defer w.close()
+		p := newPull(t.Context(), w.options(nil, 1))
+		p.work.Go(p.worker)
+		st := &stream{p: p, cancel: p.cancel, frameOf: make(map[*arena.Arena][]uint32)}
+		err := st.read(p.ctx, bytes.NewReader(data), &p.opts.Request)
+		st.end()
+		st.jobs.Wait()
+		close(p.jobs)
+		p.work.Wait()
+		for _, a := range w.arenas {
+			if err := a.Verify(t.Context(), func(c arena.Checked) error { return c.Err }); err != nil {
+				t.Error(err)
+			}
+			if err == nil && st.bad == 0 && p.ctx.Err() == nil && !a.Complete() {
+				t.Errorf("the stream came to its end, %d segments are missing", a.Missing())
+			}
+		}
+	})
 }

@@ -227,6 +227,9 @@ func (s *stream) planned(ctx context.Context, plan *bundle.Plan) error {
 				if err != nil {
 					return err
 				}
+				if id.IsHole() {
+					return errHole(frame)
+				}
 				raw += int64(length)
 				for a, frameOf := range s.frameOf {
 					places = a.Layout().Find(places[:0], id)
@@ -238,6 +241,9 @@ func (s *stream) planned(ctx context.Context, plan *bundle.Plan) error {
 			}
 			l := home.layout()
 			piece := l.Segment(i)
+			if piece.ID.IsHole() {
+				return errHole(frame)
+			}
 			raw += int64(piece.Length)
 			places = l.Same(places[:0], i)
 			for _, k := range places {
@@ -270,6 +276,10 @@ func (s *stream) planned(ctx context.Context, plan *bundle.Plan) error {
 		s.want(w)
 	}
 	return nil
+}
+
+func errHole(frame int) error {
+	return fmt.Errorf("%w: frame %d of the plan names a hole", bundle.ErrCorrupt, frame)
 }
 
 // home returns the target that segment n of the plan is numbered for, and its
