@@ -21,7 +21,7 @@ func needErofs(tb testing.TB) (image, target string) {
 		tb.Skip("mounting needs root")
 	}
 	dir := tb.TempDir()
-	if _, err := probeErofs(nil, dir); err != nil { //nolint:staticcheck // the probe takes no context
+	if _, err := probeErofs(tb.Context(), dir); err != nil {
 		tb.Skipf("no EROFS from files: %v", err)
 	}
 	return filepath.Join(dir, "image"), filepath.Join(dir, "mnt")

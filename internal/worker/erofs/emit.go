@@ -30,7 +30,7 @@ func (w *writer) flush() error {
 // room makes sure that n <= bufferSize bytes can be appended.
 func (w *writer) room(n int) {
 	if len(w.buf)+n > cap(w.buf) {
-		w.flush() //nolint:errcheck // sticks until the last flush
+		w.flush() // sticks until the last flush
 	}
 	w.pos += int64(n)
 }

@@ -39,18 +39,32 @@ func inNetworkOf(pid int, fn func() error) error {
 	if own.Dev == other.Dev && own.Ino == other.Ino {
 		return fn()
 	}
+	return <-onOwnThread(func() error {
+		if err := unix.Setns(int(ns.Fd()), unix.CLONE_NEWNET); err != nil {
+			return fmt.Errorf("enter the container's network namespace: %w", err)
+		}
+		return fn()
+	})
+}
+
+// onOwnThread calls fn on a thread that ends with it, so that no other goroutine
+// can find itself in the wrong namespace.
+func onOwnThread(fn func() error) <-chan error {
 	result := make(chan error, 1)
 	go func() {
-		// Never unlocked: the thread ends with the goroutine, and so no other
-		// goroutine can find itself in the wrong namespace.
 		runtime.LockOSThread()
-		if err := unix.Setns(int(ns.Fd()), unix.CLONE_NEWNET); err != nil {
-			result <- fmt.Errorf("enter the container's network namespace: %w", err)
+		if unix.Gettid() == unix.Getpid() {
+			// The main thread never ends: it would stay in the namespace,
+			// and it is what /proc/self shows. Kept busy, it is not the one
+			// that the next goroutine gets.
+			defer runtime.UnlockOSThread()
+			result <- <-onOwnThread(fn)
 			return
 		}
+		// Never unlocked: this is what ends the thread.
 		result <- fn()
 	}()
-	return <-result
+	return result
 }
 
 // dial connects to the port on a loopback address. The address is a literal and

@@ -17,6 +17,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 // timeout is far beyond what anything here takes.
@@ -329,5 +331,21 @@ func TestNetworkNamespace(t *testing.T) {
 	defer cancel()
 	if err := mustParse(t, fmt.Sprintf("tcp:%d", port)).Wait(ctx, newFake()); !errors.Is(err, context.DeadlineExceeded) {
 		t.Errorf("from outside: %v", err)
+	}
+}
+
+// The main thread must not be taken into a container's namespace: it would
+// stay there.
+func TestOwnThreadIsNotTheMainOne(t *testing.T) {
+	for range 100 {
+		err := <-onOwnThread(func() error {
+			if unix.Gettid() == unix.Getpid() {
+				return errors.New("on the main thread")
+			}
+			return nil
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
 	}
 }

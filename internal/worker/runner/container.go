@@ -161,7 +161,7 @@ func (c *Container) ForwardSignals() (stop func()) {
 		for {
 			select {
 			case s := <-signals:
-				c.Signal(s) //nolint:errcheck // it ended, or will be killed
+				c.Signal(s) // it ended, or will be killed
 			case <-quit:
 				return
 			}

@@ -27,9 +27,9 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"os/exec"
-	"path/filepath"
 	"strings"
 	"syscall"
 
@@ -151,14 +151,18 @@ func (r *Runner) Delete(ctx context.Context, id string) error {
 // working directory of its first one, and returns the exit code. A process that
 // could not be run is an error, as far as runc tells the two apart.
 func (r *Runner) Exec(ctx context.Context, id string, args []string, streams IO) (int, error) {
-	log := filepath.Join(r.StateRoot, id+".exec.log")
-	defer os.Remove(log)
-	cmd := r.command(ctx, log, append([]string{"exec", id}, args...)...)
+	f, err := os.CreateTemp("", "foil-exec-")
+	if err != nil {
+		return 0, fmt.Errorf("exec in container %s: %w", id, err)
+	}
+	defer os.Remove(f.Name())
+	defer f.Close()
+	cmd := r.command(ctx, f.Name(), append([]string{"exec", id}, args...)...)
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = streams.Stdin, streams.Stdout, streams.Stderr
-	err := cmd.Run()
+	err = cmd.Run()
 	var exit *exec.ExitError
 	if errors.As(err, &exit) && ctx.Err() == nil {
-		if b, readErr := os.ReadFile(log); readErr == nil {
+		if b, readErr := io.ReadAll(f); readErr == nil {
 			if msg := lastError(b); msg != "" {
 				if strings.Contains(msg, "container does not exist") {
 					return 0, fmt.Errorf("exec in container %s: %w", id, ErrNotFound)

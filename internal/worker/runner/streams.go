@@ -58,7 +58,7 @@ func openStreams(dir string, o IO) (*streams, error) {
 		s.ends[0], s.given, s.inputs = r, append(s.given, r), append(s.inputs, w)
 		go func() {
 			defer w.Close()
-			io.Copy(w, in) //nolint:errcheck // the container has closed its end
+			io.Copy(w, in) // the container has closed its end
 		}()
 	}
 	for i, out := range []io.Writer{1: o.Stdout, 2: o.Stderr} {
@@ -83,7 +83,7 @@ func openStreams(dir string, o IO) (*streams, error) {
 				if _, err := io.Copy(out, r); err != nil {
 					// The container must not block, nor die of SIGPIPE,
 					// because nobody wants its output any more.
-					io.Copy(io.Discard, r) //nolint:errcheck // ends with the container
+					io.Copy(io.Discard, r) // ends with the container
 				}
 			})
 		}
@@ -121,11 +121,11 @@ func (s *streams) begin() error {
 		stop := followSize(in, master)
 		s.restore = func() {
 			stop()
-			term.Restore(int(in.Fd()), old) //nolint:errcheck // nothing left to do about it
+			term.Restore(int(in.Fd()), old) // nothing left to do about it
 		}
 	}
 	if s.io.Stdin != nil {
-		go io.Copy(master, s.io.Stdin) //nolint:errcheck // the terminal has gone
+		go io.Copy(master, s.io.Stdin) // the terminal has gone
 	}
 	out := s.io.Stdout
 	if out == nil {
@@ -134,7 +134,7 @@ func (s *streams) begin() error {
 	s.copies.Go(func() {
 		// Reading fails with EIO when the last process has closed the terminal.
 		if _, err := io.Copy(out, master); err != nil && !errors.Is(err, unix.EIO) {
-			io.Copy(io.Discard, master) //nolint:errcheck // ends with the container
+			io.Copy(io.Discard, master) // ends with the container
 		}
 	})
 	return nil
@@ -170,7 +170,7 @@ func (s *streams) close() {
 func followSize(from, to *os.File) (stop func()) {
 	set := func() {
 		if ws, err := unix.IoctlGetWinsize(int(from.Fd()), unix.TIOCGWINSZ); err == nil {
-			unix.IoctlSetWinsize(int(to.Fd()), unix.TIOCSWINSZ, ws) //nolint:errcheck // only looks
+			unix.IoctlSetWinsize(int(to.Fd()), unix.TIOCSWINSZ, ws) // only looks
 		}
 	}
 	changed := make(chan os.Signal, 1)
