@@ -168,7 +168,7 @@ func fanotifyAnswer(group int, number int32, response uint32) error {
 	b := unsafe.Slice((*byte)(unsafe.Pointer(&r)), unsafe.Sizeof(r))
 	for {
 		_, err := unix.Write(group, b)
-		if err != unix.EINTR {
+		if !errors.Is(err, unix.EINTR) {
 			return err
 		}
 	}

@@ -165,7 +165,7 @@ func TestFanotifyEvent(t *testing.T) {
 			t.Errorf("event %+v, want a range that has 4097+3000, of this process", e)
 		}
 		withFD(group, func(fd int) error {
-			if err := FanotifyAllow(fd, e.Number+1); err != unix.ENOENT {
+			if err := FanotifyAllow(fd, e.Number+1); !errors.Is(err, unix.ENOENT) {
 				t.Errorf("answer to a number without an event: %v, want ENOENT", err)
 			}
 			if err := answer(fd, e.Number); err != nil {

@@ -338,7 +338,7 @@ func TestKeeperKilled(t *testing.T) {
 	w.quiet(ch)
 	d.kill()
 	w.quiet(ch)
-	d = w.start(daemon{Demand: true}, "takeover")
+	w.start(daemon{Demand: true}, "takeover")
 	w.right(ch, 10)
 }
 

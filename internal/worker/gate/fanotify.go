@@ -132,6 +132,13 @@ type Stats struct {
 // not read yet, is taken from the queue; else it stays under its number, and is
 // freed with its answer, which is as good as any. So its Need goes on and
 // nothing leaks.
+//
+// # What its process must not do
+//
+// It must not map files behind its own gate into its memory and touch them,
+// nor execute them itself: a page fault, and the start of a process until the
+// program is loaded, hold one of the Go runtime's processors, and the gate can
+// wait for that processor for ever. Reads by system calls are harmless.
 type Fanotify struct {
 	group   *os.File
 	groupFD int // group's descriptor, valid until Close has waited
@@ -388,7 +395,7 @@ func (g *Fanotify) inherit(limit uint64, taken []journalSlot) error {
 		// Again, in case it is shared.
 		for {
 			err := kernel.FanotifyDeny(g.groupFD, n, unix.EIO)
-			if err == unix.ENOENT {
+			if errors.Is(err, unix.ENOENT) {
 				break
 			}
 			if err != nil {
@@ -714,7 +721,7 @@ func (g *Fanotify) read(rc syscall.RawConn) {
 				g.mu.Unlock()
 				locked = false
 			}
-			return rerr != unix.EAGAIN
+			return !errors.Is(rerr, unix.EAGAIN)
 		})
 		if g.ctx.Err() != nil && got <= 0 {
 			return
@@ -724,7 +731,7 @@ func (g *Fanotify) read(rc syscall.RawConn) {
 			return
 		}
 		if rerr != nil || got <= 0 {
-			if rerr == unix.EINTR {
+			if errors.Is(rerr, unix.EINTR) {
 				continue
 			}
 			// Without a free descriptor the kernel fails the read it could not
@@ -960,7 +967,7 @@ func (g *Fanotify) answer(number int32, allow, stale bool) {
 	} else {
 		err = kernel.FanotifyDeny(g.groupFD, number, unix.EIO)
 	}
-	if err != nil && !(stale && err == unix.ENOENT) {
+	if err != nil && !(stale && errors.Is(err, unix.ENOENT)) {
 		g.log.Error("gate cannot answer", "number", number, "err", err)
 	}
 }

@@ -405,7 +405,7 @@ func (c *Client) launch(ctx context.Context) error {
 	if strings.Contains(said, ErrRunning.Error()) {
 		return ErrRunning
 	}
-	if said == "" && err != nil && err != io.EOF {
+	if said == "" && err != nil && !errors.Is(err, io.EOF) {
 		said = err.Error()
 	}
 	return fmt.Errorf("start keeper (%s): it ended before it was ready (%v): %s", strings.Join(argv, " "), cmd.ProcessState, said)

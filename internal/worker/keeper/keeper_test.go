@@ -89,7 +89,7 @@ func contents(t testing.TB, held map[string]*os.File) map[string]string {
 	for name, f := range held {
 		b := make([]byte, 100)
 		n, err := f.ReadAt(b, 0)
-		if err != nil && err != io.EOF {
+		if err != nil && !errors.Is(err, io.EOF) {
 			t.Fatal(err)
 		}
 		got[name] = string(b[:n])
