@@ -93,8 +93,12 @@ func oddImage(t *testing.T) image {
 			layertest.File("old-times", 0o644, "1969").Mtime(time.Unix(-1, 5).UTC()),
 			layertest.File("user-xattr", 0o644, "x").Xattr("user.a", "1").Xattr("user.b", strings.Repeat("v", 300)),
 		}.Gzip(t),
+		// A layer that changes a directory lists it, as image builders do: else
+		// its time is that of the unpacking.
 		layertest.Layer{
+			layertest.Dir("etc", 0o755).Mtime(when),
 			layertest.Whiteout("etc/gone"),
+			layertest.Dir("opaque", 0o700),
 			layertest.Opaque("opaque"),
 			layertest.File("opaque/new", 0o644, "new"),
 			layertest.Whiteout("dir-to-file"),
@@ -106,6 +110,7 @@ func oddImage(t *testing.T) image {
 			layertest.File("twice", 0o600, "second"),
 		}.Zstd(t),
 		layertest.Layer{
+			layertest.Dir("etc", 0o750).Mtime(when),
 			layertest.File("etc/motd", 0o644, "hello again\n"),
 			layertest.Dir("many", 0o755),
 		}.Tar(t),
