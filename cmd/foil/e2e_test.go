@@ -33,26 +33,34 @@ import (
 //	start NAME ARG...   runs foil ARG... in the background until the script ends,
 //	                    and waits until it answers: a server at $SERVER, or a
 //	                    daemon at $FOIL_ROOT
-//	stop NAME [SIGNAL]  ends it, by SIGTERM unless told otherwise, and waits
+//	end NAME [SIGNAL]   ends it, by SIGTERM unless told otherwise, and waits
 //	image DIR CONFIG    writes an OCI layout with one image: busybox, a file /big
 //	                    of 8 MiB, and the OCI config in the JSON file CONFIG
 //	push DIR NAME       has skopeo push the image to $SERVER/NAME
 //	until COMMAND...    runs COMMAND again and again until it succeeds
 func TestEndToEnd(t *testing.T) {
 	busybox := needHost(t)
+	// The program itself: the daemon starts it again as the keeper, which the
+	// test binary is not.
+	bin := t.TempDir()
+	if out, err := exec.Command("go", "build", "-o", filepath.Join(bin, "foil"), ".").CombinedOutput(); err != nil {
+		t.Fatalf("build foil: %v\n%s", err, out)
+	}
 	testscript.Run(t, testscript.Params{
 		Dir: filepath.Join("testdata", "e2e"),
 		Setup: func(env *testscript.Env) error {
 			root := filepath.Join(env.WorkDir, "root")
 			env.Setenv("FOIL_ROOT", root)
 			env.Setenv("SERVER", freePort(t))
+			env.Setenv("TZ", "UTC")
+			env.Setenv("PATH", bin+string(filepath.ListSeparator)+env.Getenv("PATH"))
 			env.Values[processes{}] = make(map[string]*process)
 			env.Defer(func() { endWorker(t, root) })
 			return nil
 		},
 		Cmds: map[string]func(ts *testscript.TestScript, neg bool, args []string){
 			"start": func(ts *testscript.TestScript, _ bool, args []string) { start(ts, args) },
-			"stop":  func(ts *testscript.TestScript, _ bool, args []string) { stop(ts, args) },
+			"end":   func(ts *testscript.TestScript, _ bool, args []string) { end(ts, args) },
 			"image": func(ts *testscript.TestScript, _ bool, args []string) {
 				if len(args) != 2 {
 					ts.Fatalf("usage: image DIR CONFIG")
@@ -130,12 +138,12 @@ func start(ts *testscript.TestScript, args []string) {
 	if len(args) < 2 {
 		ts.Fatalf("usage: start NAME ARG...")
 	}
-	// The program is the first thing in the scripts' PATH.
 	foil := filepath.Join(filepath.SplitList(ts.Getenv("PATH"))[0], "foil")
 	p := &process{cmd: exec.Command(foil, args[1:]...), ended: make(chan struct{}), log: ts.MkAbs(args[0] + ".log")}
 	log, err := os.Create(p.log)
 	ts.Check(err)
 	defer log.Close()
+	p.cmd.Dir = ts.MkAbs(".")
 	p.cmd.Stdout, p.cmd.Stderr = log, log
 	p.cmd.Env = append(os.Environ(), "FOIL_ROOT="+ts.Getenv("FOIL_ROOT"))
 	p.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
@@ -178,9 +186,9 @@ func answers(command, server, root string) bool {
 	return err == nil
 }
 
-func stop(ts *testscript.TestScript, args []string) {
+func end(ts *testscript.TestScript, args []string) {
 	if len(args) == 0 || len(args) > 2 {
-		ts.Fatalf("usage: stop NAME [SIGNAL]")
+		ts.Fatalf("usage: end NAME [SIGNAL]")
 	}
 	p := ts.Value(processes{}).(map[string]*process)[args[0]]
 	if p == nil {
@@ -263,7 +271,7 @@ func writeImage(t testing.TB, dir, busybox string, config ocispec.ImageConfig) e
 		layertest.File("big", 0o644, string(big)),
 	}
 	for _, name := range []string{"sh", "cat", "echo", "id", "env", "pwd", "sleep", "true", "touch", "ls", "wc"} {
-		layer = append(layer, layertest.Link("bin/"+name, "bin/busybox"))
+		layer = append(layer, layertest.Link("bin/"+name, "bin/busybox").Mode(0o755))
 	}
 	blob := layer.Gzip(t)
 

@@ -75,8 +75,12 @@ interrupted before the start. With --until: 0 if the event came.`,
 		},
 		RunE: func(cmd *cobra.Command, args []string) error {
 			o.Pull.Ref = args[0]
-			if len(args) > 1 {
-				o.Spec.Args = args[1:]
+			command := args[1:]
+			if len(command) > 0 && command[0] == "--" {
+				command = command[1:]
+			}
+			if len(command) > 0 {
+				o.Spec.Args = command
 			}
 			code, err := runContainer(cmd, &f, &o)
 			if err != nil {

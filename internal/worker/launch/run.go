@@ -144,7 +144,7 @@ func (r *run) run(ctx context.Context) (code int, err error) {
 		return 0, notStarted(before, err)
 	}
 	started <- proc
-	r.emit(api.Event{Event: api.Started})
+	r.tell(always, api.Event{Event: api.Started})
 	return r.follow(always, before, proc)
 }
 
