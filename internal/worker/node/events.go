@@ -35,7 +35,7 @@ func (p *pull) happened(kind api.EventKind, err error) {
 // snapshot is the pull as it stands now.
 func (p *pull) snapshot() api.Event {
 	p.mu.Lock()
-	f, digest := p.fetch, p.digest
+	f, digest, r := p.fetch, p.digest, p.rootfs
 	p.mu.Unlock()
 	now := time.Now()
 	ev := api.Event{
@@ -48,8 +48,12 @@ func (p *pull) snapshot() api.Event {
 	if f != nil {
 		pr := f.Progress()
 		ev.BytesMoved, ev.BytesTotal = pr.Moved, pr.Total
-		ev.ContentHere, ev.ContentTotal = pr.ContentHere, pr.ContentTotal
 		ev.Waits, ev.Waited = pr.Waits, pr.Waited.Seconds()
+	}
+	if r != nil {
+		p.n.mu.Lock()
+		ev.ContentHere, ev.ContentTotal = r.here(), r.rec.Contents
+		p.n.mu.Unlock()
 	}
 	return ev
 }

@@ -249,10 +249,10 @@ func (n *Node) Images(context.Context) ([]api.Image, error) {
 
 // here returns how many bytes of contents are here. Called with Node.mu held.
 func (r *rootfs) here() int64 {
+	if r.rec.Complete || r.rec.own() < 0 {
+		return r.rec.Contents
+	}
 	if r.arena == nil {
-		if r.rec.Complete {
-			return r.rec.Contents
-		}
 		return 0
 	}
 	return r.rec.Contents - (r.arena.Layout().ContentBytes() - r.arena.ContentHere())
