@@ -31,6 +31,7 @@ func Guess(ctx context.Context, c *Contents, config ocispec.ImageConfig) Order {
 	g := guesser{
 		ctx: ctx, c: c, t: c.TOC, config: config,
 		ranked: make([]bool, len(c.TOC.Contents)),
+		done:   make([]uint32, len(c.TOC.Contents)),
 		seen:   map[int]bool{},
 		order:  make(Order, len(c.TOC.Segments)),
 	}
@@ -76,7 +77,8 @@ type guesser struct {
 	env    map[string]string
 
 	next     uint32       // rank
-	ranked   []bool       // by content
+	ranked   []bool       // by content: it has all its ranks
+	done     []uint32     // by content: segments that have ranks
 	seen     map[int]bool // inodes of programs looked into
 	order    Order
 	langs    []*language // in the order found
@@ -85,16 +87,27 @@ type guesser struct {
 	confRead bool
 }
 
-// rank gives an inode's content the next rank.
+// rank gives the segments of an inode's content the next ranks.
 func (g *guesser) rank(inode int) {
-	n := &g.t.Inodes[inode]
-	if n.Content < 0 || g.ranked[n.Content] {
-		return
+	if n := g.t.Inodes[inode].Content; n >= 0 && !g.ranked[n] {
+		g.ranked[n] = true
+		g.rankSome(n, g.t.Contents[n].Segments)
 	}
-	g.ranked[n.Content] = true
-	c := &g.t.Contents[n.Content]
-	for s := c.First; s < c.First+c.Segments; s++ {
-		g.order[s] = g.next
+}
+
+// rankStart ranks the first segment alone. Of a large program or library that
+// is what is read before the libraries it is linked with; of the rest only
+// parts are, and a promotion finds them.
+func (g *guesser) rankStart(inode int) {
+	if n := g.t.Inodes[inode].Content; n >= 0 && g.done[n] == 0 {
+		g.rankSome(n, 1)
+	}
+}
+
+func (g *guesser) rankSome(content int32, segments uint32) {
+	c := &g.t.Contents[content]
+	for ; g.done[content] < segments; g.done[content]++ {
+		g.order[c.First+g.done[content]] = g.next
 		g.next++
 	}
 }
@@ -222,13 +235,15 @@ func words(script []byte) []string {
 	return out
 }
 
-// elf ranks a program or library after what it is linked with: the kernel and
-// the dynamic linker read the first pages of it first, but nothing runs before
-// all of them are there.
+// elf ranks the start of a program or library, then what it is linked with,
+// then the rest of it.
 func (g *guesser) elf(p string, r io.ReaderAt, inode int) {
 	// debug/elf does not promise not to panic on hostile files.
-	defer func() { _ = recover() }()
-	g.rank(inode)
+	defer func() {
+		_ = recover()
+		g.rank(inode)
+	}()
+	g.rankStart(inode)
 	f, err := elf.NewFile(r)
 	if err != nil {
 		return

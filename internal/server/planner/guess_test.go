@@ -5,6 +5,7 @@ import (
 	"context"
 	"debug/elf"
 	"encoding/binary"
+	"fmt"
 	"io"
 	"os"
 	"os/exec"
@@ -158,6 +159,35 @@ func TestGuess(t *testing.T) {
 	}
 	if slices.Index(got, "/srv/small") > slices.Index(got, "/srv/larger") {
 		t.Error("a larger file comes first")
+	}
+}
+
+// Nothing runs before its libraries are there, but little of a large program is
+// needed at once.
+func TestGuessLargeProgram(t *testing.T) {
+	var rest strings.Builder
+	for i := range 400_000 {
+		fmt.Fprintf(&rest, "%d ", i*i)
+	}
+	w := plannertest.New(t, nil)
+	x, r := w.Rootfs(t, digest.FromString("large"), plannertest.Files{
+		"/bin/large":     elfFile("", "/lib", "libone.so") + rest.String(),
+		"/lib/libone.so": "library",
+	})
+	ix, err := planner.Build(context.Background(), x, r.TOC, w.Catalog)
+	if err != nil {
+		t.Fatal(err)
+	}
+	order := planner.Guess(context.Background(), &planner.Contents{TOC: x, Index: ix, Objects: w.Objects},
+		ocispec.ImageConfig{Entrypoint: []string{"large"}})
+	ranks := func(path string) []uint32 {
+		i, _ := x.Lookup(path)
+		c := x.Contents[x.Inodes[i].Content]
+		return order[c.First : c.First+c.Segments]
+	}
+	large := ranks("/bin/large")
+	if len(large) < 3 || large[0] != 0 || large[1] != 2 || large[2] != 3 || ranks("/lib/libone.so")[0] != 1 {
+		t.Errorf("program %v, library %v", large, ranks("/lib/libone.so"))
 	}
 }
 
