@@ -259,7 +259,10 @@ func TestCannotStart(t *testing.T) {
 // TestConversation holds the keeper to its protocol, message by message.
 func TestConversation(t *testing.T) {
 	o := options(t, t.TempDir())
-	start(t, o).Close()
+	c := start(t, o)
+	pid := c.PID()
+	t.Cleanup(func() { unix.Kill(pid, unix.SIGKILL) })
+	c.Close()
 	var p *packets
 	connect := func() {
 		c, err := net.DialUnix("unixpacket", nil, &net.UnixAddr{Net: "unixpacket", Name: o.Socket})
