@@ -270,7 +270,7 @@ func writeImage(t testing.TB, dir, busybox string, config ocispec.ImageConfig) e
 		layertest.File("bin/busybox", 0o755, string(program)),
 		layertest.File("big", 0o644, string(big)),
 	}
-	for _, name := range []string{"sh", "cat", "echo", "id", "env", "pwd", "sleep", "true", "touch", "ls", "wc"} {
+	for _, name := range []string{"sh", "cat", "echo", "id", "env", "pwd", "sleep", "true", "touch", "ls", "wc", "stty"} {
 		layer = append(layer, layertest.Link("bin/"+name, "bin/busybox").Mode(0o755))
 	}
 	blob := layer.Gzip(t)
