@@ -85,8 +85,9 @@ func (q *queue) prepare(ctx context.Context, p pushed) {
 	case err == nil:
 		log.Info("prepared", "took", time.Since(began).Round(time.Millisecond))
 	case ctx.Err() != nil:
-	case ok && told.Code == bundle.CodeUnsupported:
-		// An index, an artifact, or an image that only plain clients can pull.
+	case ok && (told.Code == bundle.CodeUnsupported || told.Code == bundle.CodeNotFound):
+		// An index without this platform, an artifact, an image that only
+		// plain clients can pull, one that was deleted meanwhile.
 		log.Info("not served in bundles", "why", told.Message)
 	default:
 		log.Error("image not prepared", "error", err)

@@ -144,8 +144,7 @@ func (s *Server) open(ctx context.Context) error {
 		return err
 	}
 	s.closers = append(s.closers, reg.Close)
-	// The names of the directories made above.
-	if err := syncDirs(root, filepath.Dir(filepath.Clean(root))); err != nil {
+	if err := syncToTop(root); err != nil {
 		return err
 	}
 
@@ -265,8 +264,14 @@ func lock(path string) (unlock func() error, err error) {
 	return f.Close, nil
 }
 
-func syncDirs(dirs ...string) error {
-	for _, dir := range dirs {
+// syncToTop makes the names in dir durable, and dir's own name, and those of
+// its parents, any of which may just have been made.
+func syncToTop(dir string) error {
+	dir, err := filepath.Abs(dir)
+	if err != nil {
+		return err
+	}
+	for {
 		f, err := os.Open(dir)
 		if err != nil {
 			return err
@@ -274,6 +279,10 @@ func syncDirs(dirs ...string) error {
 		if err := errors.Join(f.Sync(), f.Close()); err != nil {
 			return err
 		}
+		parent := filepath.Dir(dir)
+		if parent == dir {
+			return nil
+		}
+		dir = parent
 	}
-	return nil
 }
