@@ -1,0 +1,276 @@
+package gate
+
+import (
+	"errors"
+	"fmt"
+	"log/slog"
+	"math"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"hydrofoil.dev/foil/internal/kernel"
+)
+
+// pendingEvent is an event that has a slot in the journal and no answer.
+type pendingEvent struct {
+	record
+	slot  int
+	pid   int32
+	stale *staleNumber // not nil: its number is shared with a stale event
+}
+
+// read is the reader goroutine.
+func (g *Fanotify) read(rc syscall.RawConn) {
+	var (
+		buf    [batch * kernel.PreAccessEventLen]byte
+		events []kernel.FanotifyEvent
+		taken  []pendingEvent
+	)
+	for {
+		n := g.waitForRoom()
+		if n == 0 {
+			return
+		}
+		var (
+			got  int
+			rerr error
+		)
+		// While new events can get numbers of old ones, none must be answered
+		// between a read and the note of what it brought.
+		locked := false
+		err := rc.Read(func(fd uintptr) bool {
+			if locked = g.nShared.Load() > 0; locked {
+				g.mu.Lock()
+			}
+			got, rerr = unix.Read(int(fd), buf[:n*kernel.PreAccessEventLen])
+			if locked && (rerr != nil || got <= 0) {
+				g.mu.Unlock()
+				locked = false
+			}
+			return !errors.Is(rerr, unix.EAGAIN)
+		})
+		if g.ctx.Err() != nil && got <= 0 {
+			return
+		}
+		if err != nil {
+			g.log.Error("gate stops: its group cannot be waited for", "err", err)
+			return
+		}
+		if rerr != nil || got <= 0 {
+			if errors.Is(rerr, unix.EINTR) {
+				continue
+			}
+			// Without a free descriptor the kernel fails the read it could not
+			// tell us of (EPERM). Go slowly, and the others wait instead.
+			g.log.Error("gate cannot read an event; the read behind it failed", "err", rerr)
+			select {
+			case <-g.ctx.Done():
+				return
+			case <-time.After(100 * time.Millisecond):
+			}
+			continue
+		}
+		g.at("read")
+		events, err = kernel.ParseFanotifyEvents(events[:0], buf[:got])
+		if err != nil {
+			g.log.Error("gate cannot understand the kernel; reads may hang until the daemon is restarted", "err", err)
+		}
+		if !locked {
+			g.mu.Lock()
+		}
+		taken = g.noteLocked(taken[:0], events)
+		g.mu.Unlock()
+		g.at("noted")
+		for _, p := range taken {
+			g.handle(p)
+		}
+		g.at("handled")
+	}
+}
+
+func (g *Fanotify) at(point string) {
+	if g.stop != nil {
+		g.stop(point)
+	}
+}
+
+// waitForRoom returns how many events may be read now, 0 when the gate
+// closes.
+func (g *Fanotify) waitForRoom() int {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	for !g.closed && g.pending >= g.max {
+		g.room.Wait()
+	}
+	if g.closed {
+		return 0
+	}
+	return min(batch, g.max-g.pending)
+}
+
+// noteLocked writes events into the journal, and denies what cannot be noted.
+func (g *Fanotify) noteLocked(dst []pendingEvent, events []kernel.FanotifyEvent) []pendingEvent {
+	g.events.Add(int64(len(events)))
+	for _, e := range events {
+		if e.Number < 0 {
+			g.log.Error("gate got an event without a descriptor", "number", e.Number, "mask", e.Mask)
+			continue
+		}
+		var st unix.Stat_t
+		err := unix.Fstat(int(e.Number), &st)
+		if err != nil {
+			g.drop(e.Number, fmt.Errorf("stat the event's descriptor: %w", err))
+			continue
+		}
+		p := pendingEvent{
+			record: record{inode: inode{uint64(st.Dev), st.Ino}, number: e.Number},
+			pid:    e.PID,
+		}
+		p.off, p.n = eventRange(e, st.Size)
+		if len(g.freeSlots) == 0 {
+			g.drop(e.Number, errors.New("the journal is full"))
+			continue
+		}
+		p.slot = g.freeSlots[len(g.freeSlots)-1]
+		g.freeSlots = g.freeSlots[:len(g.freeSlots)-1]
+		g.pending++
+		if sn := g.stale[e.Number]; sn != nil {
+			sn.open++
+			sn.answers++
+			sn.slots = append(sn.slots, p.slot)
+			sn.owned = true
+			p.stale = sn
+		}
+		g.journal.take(p.slot, p.record, p.stale != nil)
+		dst = append(dst, p)
+	}
+	return dst
+}
+
+// eventRange is the part of an event's range that lies in the file, size
+// bytes long: what is read beyond its end is nothing.
+func eventRange(e kernel.FanotifyEvent, size int64) (off, n int64) {
+	if !e.Ranged {
+		return 0, size
+	}
+	if e.Offset >= uint64(size) {
+		return size, 0
+	}
+	off = int64(e.Offset)
+	return off, int64(min(e.Count, uint64(size)-e.Offset, math.MaxInt64))
+}
+
+// drop denies an event that has no slot.
+func (g *Fanotify) drop(number int32, why error) {
+	g.denied.Add(1)
+	g.log.Error("read failed with EIO: gate cannot handle its event", "err", why)
+	if err := kernel.FanotifyDeny(g.groupFD, number, unix.EIO); err != nil {
+		g.log.Error("gate cannot answer", "number", number, "err", err)
+	}
+	unix.Close(int(number))
+}
+
+// handle answers an event, now or, by way of a goroutine, when its range is here.
+func (g *Fanotify) handle(p pendingEvent) {
+	a := (*g.arenas.Load())[p.inode]
+	switch {
+	case a == nil:
+		g.log.Warn("read failed with EIO: no arena of this gate",
+			"dev", p.inode.dev, "inode", p.inode.ino, "offset", p.off, "count", p.n, "pid", p.pid)
+		g.decide(p, false)
+	case a.present(p.off, p.n):
+		g.decide(p, true)
+	default:
+		g.mu.Lock()
+		g.waitLocked(a, p)
+		g.mu.Unlock()
+	}
+}
+
+// waitLocked starts the goroutine that answers p when its range is here. After Close there is none, and p
+// stays in the journal.
+func (g *Fanotify) waitLocked(a *guarded, p pendingEvent) {
+	if g.closed {
+		if p.stale == nil {
+			unix.Close(int(p.number))
+		}
+		return
+	}
+	g.waits.Add(1)
+	g.wg.Go(func() {
+		err := a.backing.Need(a.ctx, p.off, p.n)
+		// Need's word is not enough after an error or a Release: the presence
+		// map decides.
+		if a.present(p.off, p.n) {
+			g.decide(p, true)
+			return
+		}
+		if g.ctx.Err() != nil && err != nil {
+			// The next daemon answers.
+			if p.stale == nil {
+				unix.Close(int(p.number))
+			}
+			return
+		}
+		if err == nil {
+			err = errors.New("the range did not become present")
+		}
+		a.logDenied(g.log, p, err)
+		g.decide(p, false)
+	})
+}
+
+// logDenied says that a read failed, once a second for each arena.
+func (a *guarded) logDenied(log *slog.Logger, p pendingEvent, err error) {
+	a.logMu.Lock()
+	defer a.logMu.Unlock()
+	if time.Since(a.logged) < time.Second {
+		a.unlogged++
+		return
+	}
+	log.Warn("read failed with EIO", "arena", a.name, "offset", p.off, "count", p.n, "pid", p.pid,
+		"err", err, "unlogged", a.unlogged)
+	a.logged, a.unlogged = time.Now(), 0
+}
+
+// decide answers an event and forgets it, in the order that Fanotify's comment gives.
+func (g *Fanotify) decide(p pendingEvent, allow bool) {
+	if !allow {
+		g.denied.Add(1)
+	}
+	if p.stale != nil {
+		g.mu.Lock()
+		g.decideStaleLocked(p.stale, allow)
+		g.mu.Unlock()
+		return
+	}
+	g.answer(p.number, allow, false)
+	g.at("answered")
+	g.journal.free(p.slot)
+	unix.Close(int(p.number))
+	g.mu.Lock()
+	g.releaseSlotLocked(p.slot)
+	g.mu.Unlock()
+}
+
+func (g *Fanotify) releaseSlotLocked(slot int) {
+	g.freeSlots = append(g.freeSlots, slot)
+	g.pending--
+	g.room.Signal()
+}
+
+// answer tells the kernel. A stale event may have its answer already: its daemon
+// died before it freed the slot.
+func (g *Fanotify) answer(number int32, allow, stale bool) {
+	var err error
+	if allow {
+		err = kernel.FanotifyAllow(g.groupFD, number)
+	} else {
+		err = kernel.FanotifyDeny(g.groupFD, number, unix.EIO)
+	}
+	if err != nil && !(stale && errors.Is(err, unix.ENOENT)) {
+		g.log.Error("gate cannot answer", "number", number, "err", err)
+	}
+}
