@@ -218,7 +218,8 @@ func TestOptions(t *testing.T) {
 
 // Close lets a request that is under way go on, and takes no new one.
 func TestGrace(t *testing.T) {
-	s := start(t, serve.Options{Grace: time.Minute})
+	root := t.TempDir()
+	s := start(t, serve.Options{Root: root, Grace: time.Minute})
 	pr, pw := io.Pipe()
 	done := make(chan error, 1)
 	d := digest.FromString("hello, world")
@@ -234,6 +235,16 @@ func TestGrace(t *testing.T) {
 	}()
 	if _, err := pw.Write([]byte("hello")); err != nil {
 		t.Fatal(err)
+	}
+	for { // until the request has arrived
+		files, err := filepath.Glob(filepath.Join(root, "uploads", "*.data"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if len(files) > 0 {
+			break
+		}
+		time.Sleep(time.Millisecond)
 	}
 	closed := make(chan error, 1)
 	go func() { closed <- s.Close() }()
