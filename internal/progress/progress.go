@@ -59,7 +59,10 @@ func (t Transfer) facts() string {
 			f = append(f, Duration(left)+" left")
 		}
 	}
-	if t.Waits > 0 {
+	switch {
+	case t.Waits == 1:
+		f = append(f, fmt.Sprintf("1 wait (%s)", Duration(t.Waited)))
+	case t.Waits > 1:
 		f = append(f, fmt.Sprintf("%d waits (%s)", t.Waits, Duration(t.Waited)))
 	}
 	return strings.Join(f, "  ")
@@ -70,6 +73,9 @@ func (t Transfer) facts() string {
 func (t Transfer) share() float64 {
 	if t.Total <= 0 {
 		return 0
+	}
+	if t.Done {
+		return 1
 	}
 	return min(1, max(0, float64(t.Moved)/float64(t.Total)))
 }

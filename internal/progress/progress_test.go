@@ -26,8 +26,8 @@ func TestLine(t *testing.T) {
 		{"narrow", full, 40, "r.example/redis:7 mounted  34%  12.3 MB "},
 		{"total unknown", Transfer{Name: "a", Moved: 5, Rate: 2}, 80, "a 5 B  2 B/s"},
 		{"nothing yet", Transfer{Name: "a", Phase: "resolved", Total: 1000}, 50, "a [                  ] resolved  0%  0 B of 1.0 kB"},
-		{"done", Transfer{Name: "a", Phase: "complete", Moved: 1000, Total: 2000, Rate: 7, Done: true}, 80,
-			"a [====================                    ] complete  1.0 kB"},
+		{"done", Transfer{Name: "a", Phase: "complete", Moved: 1000, Total: 2000, Rate: 7, Waits: 1, Done: true}, 80,
+			"a [========================================] complete  1.0 kB  1 wait (0.00s)"},
 		{"more than the total", Transfer{Name: "a", Moved: 3000, Total: 2000}, 44, "a [=================] 100%  3.0 kB of 2.0 kB"},
 		{"stalled", Transfer{Name: "a", Moved: 1, Total: 1e12, Rate: 1}, 0, "a 0%  1 B of 1.0 TB  1 B/s"},
 	} {

@@ -288,3 +288,20 @@ func TestNormalRef(t *testing.T) {
 		}
 	}
 }
+
+// A normal form is its own normal form, and is never without a host.
+func FuzzNormalRef(f *testing.F) {
+	for _, s := range []string{"r.example/redis", "localhost/a:b", "[::1]:5000/a", "docker.io/redis", "redis:7", "a.b/c@sha256:" + strings.Repeat("0a", 32)} {
+		f.Add(s)
+	}
+	f.Fuzz(func(t *testing.T, s string) {
+		once, err := api.NormalRef(s)
+		if err != nil {
+			return
+		}
+		twice, err := api.NormalRef(once)
+		if err != nil || twice != once {
+			t.Errorf("%q: %q, then %q, %v", s, once, twice, err)
+		}
+	})
+}
