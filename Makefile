@@ -51,7 +51,7 @@ unit:
 
 demo: build
 	@scripts/deps demo
-	cd bench && $(GO) run ./cmd/bench demo --foil ../bin/foil --cache $(CACHE) $(if $(IMAGE),--image $(IMAGE)) $(if $(PROBE),--probe $(PROBE))
+	cd bench && $(GO) run ./cmd/bench demo --foil ../bin/foil --cache $(CACHE) $(if $(IMAGE),--image $(IMAGE)) $(if $(PROBE),--probe "$(PROBE)") $(if $(CMD),-- $(CMD))
 
 bench-go:
 	$(GO) test -run '^$$' -bench '$(BENCH)' -benchtime $(BENCHTIME) -benchmem ./...
