@@ -26,8 +26,9 @@ filesystems of containers. It answers the other commands on DIR/run/foil.sock.
 Everything it keeps is below --root, which must be on ext4, XFS or btrfs. It
 needs root. "foil doctor" says whether this host can do what it takes.
 
-foil pull and foil run start a daemon when none runs. For one that is there from
-boot to shutdown, run it as a system service.
+foil pull and foil run start a daemon when none runs; its log is in
+DIR/run/node.log, and "foil status" names the process to end. For a daemon that
+is there from boot to shutdown, run it as a system service.
 
 An interrupt or SIGTERM ends it. Containers go on: a small process, the keeper,
 makes their reads wait until a daemon runs again, which then goes on with the
