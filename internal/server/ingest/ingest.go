@@ -33,8 +33,9 @@
 // One ingest needs some 30 MiB with two workers (buffers of layer.Reader,
 // segment.Splitter and dedup.Writer), up to 128 MiB more for a zstd blob that
 // wants such a window, and grows by 60 bytes for each distinct segment of the
-// layer and by 36 for each segment of the one file at hand. Flattening holds the
-// entries of all layers of one image.
+// layer and by 72 for each segment of the one file at hand. The catalog's caches
+// fill up besides, to their own bounds. BenchmarkIngestMemory measures all of it
+// together. Flattening holds the entries of all layers of one image.
 package ingest
 
 import (
