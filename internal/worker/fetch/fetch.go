@@ -260,6 +260,16 @@ func (p *Pull) fail(err error) {
 	}
 }
 
+// patience is how long a pull that has not begun tries a server that refuses
+// connections, or whose name is unknown: long enough for one that restarts,
+// short enough for a person who mistyped.
+const patience = 2 * time.Second
+
+func nobodyThere(err error) bool {
+	dns, ok := errors.AsType[*net.DNSError](err)
+	return errors.Is(err, syscall.ECONNREFUSED) || ok && dns.IsNotFound
+}
+
 // streams runs one stream after the other until one comes to its end with
 // nothing left to ask for.
 func (p *Pull) streams() error {
@@ -286,6 +296,9 @@ func (p *Pull) streams() error {
 		limit := p.opts.GiveUp
 		if p.arrivals() == 0 {
 			limit = p.opts.GiveUpUnopened
+			if nobodyThere(err) {
+				limit = min(limit, patience)
+			}
 		}
 		if now.Sub(last) >= limit {
 			return fmt.Errorf("%w %s for %v, try again when it can be reached: %w", ErrUnreachable, p.opts.Client.Base(), limit.Round(time.Second), err)
