@@ -63,7 +63,8 @@ type Options struct {
 	// 5 minutes. Then its arenas fail: reads that wait get an error.
 	GiveUp time.Duration
 	// GiveUpUnopened is the same until the first image's header has arrived,
-	// while nobody reads; 0 means 15 seconds, at most GiveUp.
+	// while nobody reads; 0 means 15 seconds, at most GiveUp. A server that
+	// refuses connections, or whose name is unknown, gets two seconds.
 	GiveUpUnopened time.Duration
 	// Pause is the shortest pause between streams when one after the other
 	// breaks; it doubles up to 5 seconds. 0 means 100 ms.
