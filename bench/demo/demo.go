@@ -28,18 +28,15 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"net"
-	"net/http"
-	"os"
 	"path/filepath"
 	"strings"
 	"syscall"
 	"time"
 
-	"golang.org/x/sys/unix"
-
+	"hydrofoil.dev/foil/bench/engines"
 	"hydrofoil.dev/foil/bench/images"
 	"hydrofoil.dev/foil/bench/link"
+	"hydrofoil.dev/foil/bench/site"
 )
 
 // Options say what is shown.
@@ -66,12 +63,13 @@ type demo struct {
 	options Options
 	dir     string // scratch, removed at the end
 	link    *link.Link
-	ready   readiness
+	site    *site.Site
+	ready   site.Readiness
 }
 
-// Run is the whole demonstration. It must run inside Confine.
+// Run is the whole demonstration. It must run inside site.Confine.
 func Run(ctx context.Context, o Options) (err error) {
-	if err := furnish(); err != nil {
+	if err := site.Furnish(); err != nil {
 		return err
 	}
 	if o.Foil, err = filepath.Abs(o.Foil); err != nil {
@@ -85,12 +83,12 @@ func Run(ctx context.Context, o Options) (err error) {
 	if err != nil {
 		return err
 	}
-	if d.dir, err = d.scratch(); err != nil {
+	if d.dir, err = site.Scratch(o.Cache, "demo-"); err != nil {
 		return err
 	}
 	defer func() {
 		// Mounts below are this namespace's own; what holds one open was stopped.
-		err = errors.Join(err, removeTree(d.dir))
+		err = errors.Join(err, site.RemoveTree(d.dir))
 	}()
 	// The link ends after the processes that use it.
 	d.link, err = link.New(context.WithoutCancel(ctx), link.Options{RTT: o.RTT, Rate: o.Rate})
@@ -105,7 +103,7 @@ func Run(ctx context.Context, o Options) (err error) {
 		}
 		d.log("link: %v", m)
 	}
-	ctx, cancel := context.WithTimeoutCause(ctx, 10*time.Minute, errTooLong)
+	ctx, cancel := context.WithTimeoutCause(ctx, 10*time.Minute, site.ErrTooLong)
 	defer cancel()
 	return d.compare(ctx, versions)
 }
@@ -117,10 +115,7 @@ func (d *demo) log(format string, args ...any) {
 }
 
 // version is one version of the image.
-type version struct {
-	built *images.Built
-	ref   string // in the cloud's registry
-}
+type version = engines.Image
 
 // build makes or fetches the images, and finds out how to tell that one is ready.
 func (d *demo) build(ctx context.Context) ([]version, error) {
@@ -140,8 +135,9 @@ func (d *demo) build(ctx context.Context) ([]version, error) {
 		if err != nil {
 			return nil, err
 		}
-		name := fmt.Sprintf("%s:5000/demo:%d", registryAddr, i+1)
-		versions = append(versions, version{built, name})
+		versions = append(versions, version{
+			Name: ref, Ref: fmt.Sprintf("%s/demo:%d", engines.RegistryAddr, i+1), Built: built, Command: d.options.Command,
+		})
 		if d.options.Probe == "" {
 			d.options.Probe = built.Probe
 		}
@@ -150,83 +146,11 @@ func (d *demo) build(ctx context.Context) ([]version, error) {
 		d.options.Probe = "exit"
 	}
 	redis := strings.Contains(d.options.Images[0], "redis") && d.options.Probe == "tcp:6379"
-	d.ready, err = parseReadiness(d.options.Probe, redis)
+	d.ready, err = site.ParseReadiness(d.options.Probe, redis)
+	for i := range versions {
+		versions[i].Ready = d.ready
+	}
 	return versions, err
-}
-
-// The cloud's address, see link.Options.
-const registryAddr = "192.0.2.1"
-
-// scratch makes the directory of this run, and removes those of dead ones: a run
-// holds a lock on its own.
-func (d *demo) scratch() (string, error) {
-	old, err := filepath.Glob(filepath.Join(d.options.Cache, "demo-*"))
-	if err != nil {
-		return "", fmt.Errorf("demo: %w", err)
-	}
-	for _, dir := range old {
-		if lock, err := lockDir(dir); err == nil {
-			err := removeTree(dir)
-			lock.Close()
-			if err != nil {
-				return "", err
-			}
-		}
-	}
-	dir, err := os.MkdirTemp(d.options.Cache, "demo-")
-	if err != nil {
-		return "", fmt.Errorf("demo: %w", err)
-	}
-	// Held until the process ends.
-	if _, err := lockDir(dir); err != nil {
-		return "", err
-	}
-	// Containers with users of their own must find the way to their rootfs.
-	if err := os.Chmod(dir, 0o711); err != nil {
-		return "", fmt.Errorf("demo: %w", err)
-	}
-	return dir, nil
-}
-
-func lockDir(dir string) (*os.File, error) {
-	f, err := os.Open(dir)
-	if err != nil {
-		return nil, fmt.Errorf("demo: %w", err)
-	}
-	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
-		f.Close()
-		return nil, fmt.Errorf("demo: lock %s: %w", dir, err)
-	}
-	return f, nil
-}
-
-// removeTree removes a directory in which file systems may still be mounted.
-func removeTree(dir string) error {
-	mounts, err := os.ReadFile("/proc/self/mountinfo")
-	if err != nil {
-		return fmt.Errorf("demo: %w", err)
-	}
-	var below []string
-	for line := range strings.Lines(string(mounts)) {
-		if fields := strings.Fields(line); len(fields) > 4 && strings.HasPrefix(fields[4], dir+"/") {
-			below = append(below, fields[4])
-		}
-	}
-	for i := len(below) - 1; i >= 0; i-- {
-		if err := unix.Unmount(below[i], unix.MNT_DETACH); err != nil {
-			return fmt.Errorf("demo: unmount %s: %w", below[i], err)
-		}
-	}
-	if err := os.RemoveAll(dir); err != nil {
-		return fmt.Errorf("demo: %w", err)
-	}
-	return nil
-}
-
-// contestant is a way to get an image and run it.
-type contestant interface {
-	name() string
-	pullAndRun(ctx context.Context, ref string, built *images.Built) (result, error)
 }
 
 // result is what one run came to.
@@ -240,133 +164,89 @@ type result struct {
 
 // compare is the demonstration itself, once there are images and a link.
 func (d *demo) compare(ctx context.Context, versions []version) (err error) {
-	server, err := d.serve(ctx)
+	programs := engines.Programs{Foil: d.options.Foil}
+	d.site = &site.Site{Dir: d.dir, Link: d.link}
+	server, err := engines.Serve(ctx, d.site, d.options.Foil, filepath.Join(d.dir, "serve"))
 	if err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, server.stop(syscall.SIGTERM)) }()
+	defer func() { err = errors.Join(err, server.Stop(syscall.SIGTERM)) }()
 	for _, v := range versions {
 		began := time.Now()
-		if err := d.push(ctx, v); err != nil {
+		if err := engines.Push(ctx, d.site, v); err != nil {
 			return err
 		}
-		d.log("skopeo pushed %s as it is: %.1f MB in %d layers, %.1f s", v.ref, mb(v.built.LayerBytes()), len(v.built.Manifest.Layers), time.Since(began).Seconds())
+		d.log("skopeo pushed %s as it is: %.1f MB in %d layers, %.1f s", v.Ref, mb(v.Built.LayerBytes()), len(v.Built.Manifest.Layers), time.Since(began).Seconds())
 	}
-	full, err := d.startContainerd(ctx)
-	if err != nil {
-		return err
+	workers := make([]engines.Worker, len(contestants))
+	for i, c := range contestants {
+		workers[i] = c.engine.Worker(d.site, programs, filepath.Join(d.dir, c.engine.Name()))
+		if err := workers[i].Start(ctx); err != nil {
+			return err
+		}
+		defer func() { err = errors.Join(err, workers[i].Stop()) }()
 	}
-	defer func() { err = errors.Join(err, full.stop()) }()
-	foil, err := d.startWorker(ctx)
-	if err != nil {
-		return err
-	}
-	defer func() { err = errors.Join(err, foil.stop()) }()
 
 	t := table{rtt: d.options.RTT, rate: d.options.Rate, ready: d.options.Probe}
-	var have startup
+	var have *engines.Floor
 	for i, v := range versions {
-		row := comparison{name: "fresh", layers: v.built.LayerBytes()}
+		row := comparison{name: "fresh", layers: v.Built.LayerBytes()}
 		if i > 0 {
 			row.name = "update"
 		}
-		for _, c := range []contestant{full, foil} {
-			if err := dropCaches(); err != nil {
-				return err
-			}
-			r, err := c.pullAndRun(ctx, v.ref, v.built)
+		for i, c := range contestants {
+			r, err := d.measure(ctx, workers[i], v)
 			if err != nil {
-				return fmt.Errorf("%s, %s: %w", c.name(), row.name, err)
+				return fmt.Errorf("%s, %s: %w", c.name, row.name, err)
 			}
-			d.log("%s, %s: ready after %.2f s, %.1f MB moved, %.1f MB in all", c.name(), row.name, r.time.Seconds(), mb(r.atReady), mb(r.moved))
+			d.log("%s, %s: ready after %.2f s, %.1f MB moved, %.1f MB in all", c.name, row.name, r.time.Seconds(), mb(r.atReady), mb(r.moved))
 			row.results = append(row.results, r)
 		}
-		if row.warm, err = foil.warm(ctx, v.ref); err != nil {
-			return fmt.Errorf("warm start: %w", err)
-		}
-		err := full.mounted(ctx, v.ref, func(tree string) (err error) {
-			row.startup, err = d.measureStartup(ctx, tree, v.built, have.contents)
-			return err
-		})
+		row.floor, err = engines.MeasureFloor(ctx, d.site, workers[0].(engines.Mounter), v, have)
 		if err != nil {
-			return fmt.Errorf("measure what is touched before %s: %w", d.options.Probe, err)
+			return err
 		}
-		have = row.startup
+		have = &row.floor
 		t.rows = append(t.rows, row)
 	}
 	_, err = io.WriteString(d.options.Out, t.String())
 	return err
 }
 
-// serve starts the registry in the cloud.
-func (d *demo) serve(ctx context.Context) (*process, error) {
-	address := net.JoinHostPort(d.link.Addr(link.Cloud).String(), "5000")
-	p, err := d.start(link.Cloud, nil, d.options.Foil, "serve", "--root", filepath.Join(d.dir, "serve"), "--listen", address)
+// The contestants, in the order in which they run; the first unpacks the tree
+// that the floor is measured on.
+var contestants = []struct {
+	name   string
+	engine engines.Engine
+}{
+	{"containerd, full pull", &engines.Containerd{Snapshotter: "overlayfs"}},
+	{"foil run", &engines.Hydrofoil{}},
+}
+
+// measure is one measured run: until the container is ready, and on until the
+// image is complete and the line silent.
+func (d *demo) measure(ctx context.Context, w engines.Worker, v version) (r result, err error) {
+	if err := site.DropCaches(); err != nil {
+		return r, err
+	}
+	t := engines.Begin(d.site, w.Processes())
+	defer t.End()
+	container, err := w.Provision(ctx, v, t)
+	defer func() { err = errors.Join(err, container.Stop()) }()
 	if err != nil {
-		return nil, err
+		return r, err
 	}
-	ctx, cancel := context.WithTimeoutCause(ctx, 30*time.Second, errTooLong)
-	defer cancel()
-	client := http.Client{Transport: &http.Transport{
-		DisableKeepAlives: true,
-		DialContext: func(ctx context.Context, network, address string) (net.Conn, error) {
-			return d.link.DialContext(ctx, link.Cloud, network, address)
-		},
-	}}
-	return p, p.until(ctx, "start foil serve", func() bool {
-		response, err := client.Get("http://" + address + "/v2/")
-		if err != nil {
-			return false
-		}
-		response.Body.Close()
-		return response.StatusCode == http.StatusOK
-	})
-}
-
-// push pushes by a standard client, in the cloud, and asks the registry by which
-// digest it knows the image.
-func (d *demo) push(ctx context.Context, v version) error {
-	target := "docker://" + v.ref
-	if _, err := d.run(ctx, link.Cloud, "skopeo", "copy", "--dest-tls-verify=false", v.built.Source(), target); err != nil {
-		return err
+	if err := v.Ready.Wait(ctx, d.link, container.Process); err != nil {
+		return r, err
 	}
-	out, err := d.run(ctx, link.Cloud, "skopeo", "inspect", "--tls-verify=false", "--format", "{{.Digest}}", target)
-	if err != nil {
-		return err
+	ready := t.Now()
+	if err := w.Complete(ctx, v, t); err != nil {
+		return r, err
 	}
-	if got := strings.TrimSpace(out); got != v.built.Digest.String() {
-		return fmt.Errorf("demo: the registry's %s is %s, not %s as it was pushed", v.ref, got, v.built.Digest)
-	}
-	return nil
-}
-
-// measurement is a run under way.
-type measurement struct {
-	demo   *demo
-	began  time.Time
-	before int64
-}
-
-func (d *demo) measure() measurement {
-	return measurement{d, time.Now(), d.link.Stats(link.Cloud).Bytes}
-}
-
-func (m measurement) ready() result {
-	return result{time: time.Since(m.began), atReady: m.demo.link.Stats(link.Cloud).Bytes - m.before}
-}
-
-// moved waits until the line has been silent for some round trips.
-func (m measurement) moved() int64 {
-	last := m.demo.link.Stats(link.Cloud).Bytes
-	for {
-		time.Sleep(50*time.Millisecond + 2*m.demo.options.RTT)
-		now := m.demo.link.Stats(link.Cloud).Bytes
-		// A connection that is kept open says something now and then.
-		if now-last < 1500 {
-			return now - m.before
-		}
-		last = now
-	}
+	last := t.Quiet(50*time.Millisecond+2*d.options.RTT, "")
+	waits, waited := t.Waited()
+	r = result{time: ready.Time, atReady: ready.Down, moved: last.Down, waits: waits, waited: waited}
+	return r, w.Check(ctx, v)
 }
 
 func mb(n int64) float64 { return float64(n) / 1e6 }

@@ -4,6 +4,8 @@ import (
 	"fmt"
 	"strings"
 	"time"
+
+	"hydrofoil.dev/foil/bench/engines"
 )
 
 // table is the result of the demonstration.
@@ -19,17 +21,7 @@ type comparison struct {
 	name    string
 	layers  int64    // compressed bytes of all layers
 	results []result // of the full pull, then of foil run
-	warm    time.Duration
-	startup startup
-}
-
-// floor is T*: see the package comment.
-func (c comparison) floor(rtt time.Duration, rate int64) time.Duration {
-	t := c.warm + rtt
-	if rate > 0 {
-		t += time.Duration(float64(c.startup.compressed) * 8e9 / float64(rate))
-	}
-	return t
+	floor   engines.Floor
 }
 
 func (t table) String() string {
@@ -38,13 +30,13 @@ func (t table) String() string {
 	const line = "%-8s %-22s %14s %18s %14s %10s\n"
 	fmt.Fprintf(&b, line, "", "", "time to ready", "moved when ready", "moved in all", "of floor")
 	for _, c := range t.rows {
-		floor := c.floor(t.rtt, t.rate)
+		floor := c.floor.At(t.rtt, t.rate)
 		for i, who := range []string{"containerd, full pull", "foil run"} {
 			r := c.results[i]
 			fmt.Fprintf(&b, line, c.name, who, seconds(r.time), megabytes(r.atReady), megabytes(r.moved),
 				fmt.Sprintf("%.2f", r.time.Seconds()/floor.Seconds()))
 		}
-		fmt.Fprintf(&b, line, c.name, "floor T*", seconds(floor), megabytes(c.startup.compressed), "", "1.00")
+		fmt.Fprintf(&b, line, c.name, "floor T*", seconds(floor), megabytes(c.floor.Compressed), "", "1.00")
 	}
 	b.WriteString("\n")
 	for _, c := range t.rows {
@@ -53,7 +45,7 @@ func (t table) String() string {
 			c.name, full.time.Seconds()/foil.time.Seconds(), 100*float64(foil.moved)/float64(full.moved), mb(c.layers),
 			foil.waits, foil.waited.Seconds())
 		fmt.Fprintf(&b, "  T*: warm start %.2f s, a round trip, and %.2f MB touched before ready (%.2f MB new, compressed)\n",
-			c.warm.Seconds(), mb(c.startup.touched), mb(c.startup.compressed))
+			c.floor.Warm.Seconds(), mb(c.floor.Touched), mb(c.floor.Compressed))
 	}
 	return b.String()
 }

@@ -7,6 +7,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"hydrofoil.dev/foil/bench/demo"
+	"hydrofoil.dev/foil/bench/site"
 )
 
 func demoCommand() *cobra.Command {
@@ -31,8 +32,8 @@ replaces its command. Such an image has no second version.`,
 			if os.Geteuid() != 0 {
 				return fmt.Errorf("the demo needs root: it makes namespaces, mounts and containers")
 			}
-			if !demo.Confined() {
-				return demo.Confine()
+			if !site.Confined() {
+				return site.Confine()
 			}
 			o.Images = []string{"redis:1", "redis:2"}
 			if image != "" {

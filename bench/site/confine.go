@@ -1,4 +1,4 @@
-package demo
+package site
 
 import (
 	"errors"
@@ -25,7 +25,7 @@ func Confined() bool { return os.Getenv(confinedEnv) == "1" && os.Getpid() == 1 
 func Confine() error {
 	self, err := os.Executable()
 	if err != nil {
-		return fmt.Errorf("demo: %w", err)
+		return fmt.Errorf("bench: %w", err)
 	}
 	args := append([]string{"--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "--", self}, os.Args[1:]...)
 	// Signals are passed on, so that the inner process ends in order.
@@ -39,7 +39,7 @@ func Confine() error {
 	signal.Notify(signals, os.Interrupt, syscall.SIGTERM, syscall.SIGHUP)
 	defer signal.Stop(signals)
 	if err := cmd.Start(); err != nil {
-		return fmt.Errorf("demo: enter namespaces of its own: %w", err)
+		return fmt.Errorf("bench: enter namespaces of its own: %w", err)
 	}
 	ended := make(chan error, 1)
 	go func() { ended <- cmd.Wait() }()
@@ -57,30 +57,30 @@ func Confine() error {
 	}
 }
 
-// furnish gives what programs keep below /run, by compiled-in names, a place
+// Furnish gives what programs keep below /run, by compiled-in names, a place
 // that is not the host's.
-func furnish() error {
+func Furnish() error {
 	if !Confined() {
-		return errors.New("demo: not in namespaces of its own: nothing would be cleaned up")
+		return errors.New("bench: not in namespaces of its own: nothing would be cleaned up")
 	}
 	for _, dir := range []string{"netns", "containerd", "runc"} {
 		path := filepath.Join("/run", dir)
 		if err := os.MkdirAll(path, 0o711); err != nil {
-			return fmt.Errorf("demo: %w", err)
+			return fmt.Errorf("bench: %w", err)
 		}
 		if err := unix.Mount("tmpfs", path, "tmpfs", 0, "mode=0711"); err != nil {
-			return fmt.Errorf("demo: mount a private %s: %w", path, err)
+			return fmt.Errorf("bench: mount a private %s: %w", path, err)
 		}
 	}
 	return nil
 }
 
-// dropCaches empties the page cache of the machine, so that no run finds what
+// DropCaches empties the page cache of the machine, so that no run finds what
 // an earlier one has read or written.
-func dropCaches() error {
+func DropCaches() error {
 	unix.Sync()
 	if err := os.WriteFile("/proc/sys/vm/drop_caches", []byte("3"), 0); err != nil {
-		return fmt.Errorf("demo: drop page caches: %w", err)
+		return fmt.Errorf("bench: drop page caches: %w", err)
 	}
 	return nil
 }

@@ -1,4 +1,4 @@
-package demo
+package site
 
 import (
 	"bufio"
@@ -7,27 +7,30 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"os"
+	"regexp"
 	"strings"
 	"time"
 
 	"hydrofoil.dev/foil/bench/link"
 )
 
-// A readiness tells when a container at the edge does what it is there for. It
-// is the same for both contestants and looks from outside, over the loopback of
-// the edge: whoever starts the container has no say.
-type readiness struct {
-	probe string // as foil run takes it
+// Readiness tells when a container at the edge does what it is there for. It
+// is the same for all engines and looks from outside, over the loopback of the
+// edge or at what the container writes: whoever starts it has no say.
+type Readiness struct {
+	Probe string // as foil run takes it
 	try   func(ctx context.Context, conn net.Conn) bool
 	port  string
+	line  *regexp.Regexp
 }
 
-// parseReadiness takes a probe that can be looked at from outside. redis means
+// ParseReadiness takes a probe that can be looked at from outside. redis means
 // that a PING must be answered, for which foil's own probe is the open port.
-func parseReadiness(probe string, redis bool) (readiness, error) {
+func ParseReadiness(probe string, redis bool) (Readiness, error) {
 	kind, rest, _ := strings.Cut(probe, ":")
 	port, path, _ := strings.Cut(rest, "/")
-	r := readiness{probe: probe, port: port}
+	r := Readiness{Probe: probe, port: port}
 	switch {
 	case kind == "tcp" && port != "" && redis:
 		r.try = tryRedis
@@ -36,26 +39,46 @@ func parseReadiness(probe string, redis bool) (readiness, error) {
 	case kind == "http" && port != "":
 		r.try = func(ctx context.Context, conn net.Conn) bool { return tryHTTP(conn, "/"+path) }
 	case kind == "exit" && rest == "":
+	case kind == "stdout" && rest != "":
+		line, err := regexp.Compile("(?m)" + rest)
+		if err != nil {
+			return r, fmt.Errorf("bench: probe %q: %w", probe, err)
+		}
+		r.port, r.line = "", line
 	default:
-		return r, fmt.Errorf("demo: probe %q: what can be looked at from outside is tcp:PORT, http:PORT/PATH and exit", probe)
+		return r, fmt.Errorf("bench: probe %q: what can be looked at from outside is tcp:PORT, http:PORT/PATH, stdout:REGEX and exit", probe)
 	}
 	return r, nil
 }
 
-// wait returns when the container is ready that p runs in the foreground.
-func (r readiness) wait(ctx context.Context, l *link.Link, p *process) error {
+// Ends reports whether the container is ready by its end.
+func (r Readiness) Ends() bool { return r.try == nil && r.line == nil }
+
+// Wait returns when the container is ready that p runs in the foreground.
+func (r Readiness) Wait(ctx context.Context, l *link.Link, p *Process) error {
+	if r.line != nil {
+		said := func() bool {
+			text, err := os.ReadFile(p.Log)
+			return err == nil && r.line.Match(text)
+		}
+		err := p.Until(ctx, "wait for "+r.Probe, said)
+		if err != nil && said() {
+			return nil // its last words
+		}
+		return err
+	}
 	if r.try == nil {
 		select {
-		case <-p.done:
-			if p.err != nil {
-				return fmt.Errorf("demo: %s: %w%s", p.name, p.err, p.said())
+		case <-p.Done:
+			if p.Err != nil {
+				return fmt.Errorf("bench: %s: %w%s", p.name, p.Err, p.Said())
 			}
 			return nil
 		case <-ctx.Done():
-			return fmt.Errorf("demo: wait for the container's end: %w", context.Cause(ctx))
+			return fmt.Errorf("bench: wait for the container's end: %w", context.Cause(ctx))
 		}
 	}
-	return p.until(ctx, "wait for "+r.probe, func() bool {
+	return p.Until(ctx, "wait for "+r.Probe, func() bool {
 		conn, err := l.DialContext(ctx, link.Edge, "tcp4", "127.0.0.1:"+r.port)
 		if err != nil {
 			return false

@@ -1,0 +1,138 @@
+// Package engines holds the ways of getting an image from a registry and running
+// it that are compared, each behind the interface Engine:
+//
+//	hydrofoil     foil node and foil run
+//	overlayfs     containerd, full pull, its overlayfs snapshotter
+//	erofs         containerd, full pull, its erofs snapshotter and differ
+//	stargz        containerd and stargz-snapshotter, images converted and traced
+//	curl          a plain download of the compressed layers, run by nobody
+//
+// and T*, the floor, which is no engine: see MeasureFloor.
+//
+// The same is equal for all: the registry (one foil serve, which is an OCI
+// registry to whoever asks as a client of one), containerd, runc, the link, the
+// machine. Each run has a worker of its own, with nothing on its disk and no
+// connection open when it begins (see Worker); Trial times it.
+package engines
+
+import (
+	"context"
+	"fmt"
+	"os/exec"
+	"path/filepath"
+	"time"
+
+	"hydrofoil.dev/foil/bench/images"
+	"hydrofoil.dev/foil/bench/site"
+)
+
+// Image is an image in the cloud's registry, and how to tell that it is ready.
+type Image struct {
+	Name    string // as it is declared, NAME:TAG
+	Ref     string // in the registry, HOST:PORT/NAME:TAG
+	Built   *images.Built
+	Ready   site.Readiness
+	Command []string // replaces the image's, if not empty
+}
+
+// Programs say where the engines' programs are, where that is not PATH.
+type Programs struct {
+	Foil       string
+	Containerd string // its ctr and shim are beside it, or on PATH
+	Stargz     string // directory of containerd-stargz-grpc and ctr-remote
+}
+
+// Preparation is what an engine needs done to an image before it can be pulled.
+type Preparation struct {
+	What    string        `json:"what"` // in words
+	Time    time.Duration `json:"time"`
+	Storage int64         `json:"storage"` // bytes on the server, beyond the pushed layers
+}
+
+// Engine is a way of getting images to workers and running them.
+type Engine interface {
+	Name() string
+	// Find says which of its programs, of which version, were found. An error
+	// says what is missing here.
+	Find(ctx context.Context, p Programs) (version string, err error)
+	// Prepare prepares an image that has been pushed to the registry.
+	Prepare(ctx context.Context, s *site.Site, p Programs, im Image) (Preparation, error)
+	// Worker makes an empty worker that keeps everything below dir.
+	Worker(s *site.Site, p Programs, dir string) Worker
+}
+
+// Worker is one machine's worth of an engine, at the edge. The order of calls is
+// Start, then Provision, Complete and Check for each image, then Stop; Start
+// again after Stop finds what was there.
+type Worker interface {
+	// Start starts the engine's daemons; they answer when it returns.
+	Start(ctx context.Context) error
+	// Provision pulls an image and starts its container, and marks Pulled and
+	// Started on the trial. The container is nil if the engine runs none.
+	Provision(ctx context.Context, im Image, t *Trial) (*Container, error)
+	// Complete waits until nothing of the image is missing.
+	Complete(ctx context.Context, im Image, t *Trial) error
+	// Check compares what is on the worker with what was pushed.
+	Check(ctx context.Context, im Image) error
+	// Processes are the IDs of the daemons.
+	Processes() []int
+	// Stop ends the daemons.
+	Stop() error
+}
+
+// Container is a running container.
+type Container struct {
+	*site.Process // the command that runs it in the foreground
+	stop          func() error
+}
+
+// Stop ends the container, if it has not ended.
+func (c *Container) Stop() error {
+	if c == nil {
+		return nil
+	}
+	return c.stop()
+}
+
+// All are the engines that there are, in the order of reports.
+func All() []Engine {
+	return []Engine{
+		&Hydrofoil{},
+		&Containerd{Snapshotter: "overlayfs"},
+		&Containerd{Snapshotter: "erofs"},
+		&Curl{},
+	}
+}
+
+// Named finds an engine.
+func Named(name string) (Engine, error) {
+	var known []string
+	for _, e := range All() {
+		if e.Name() == name {
+			return e, nil
+		}
+		known = append(known, e.Name())
+	}
+	return nil, fmt.Errorf("bench: no engine is called %q; there are %v", name, known)
+}
+
+// find is the path of a program that is in dir, or else on PATH.
+func find(dir, name string) (string, error) {
+	if dir != "" {
+		if path, err := exec.LookPath(filepath.Join(dir, name)); err == nil {
+			return filepath.Abs(path)
+		}
+	}
+	path, err := exec.LookPath(name)
+	if err != nil {
+		return "", fmt.Errorf("bench: %s is neither on PATH nor where an option says", name)
+	}
+	return path, nil
+}
+
+// started waits, for half a minute, until a daemon answers.
+func started(ctx context.Context, daemon *site.Process, what string, answers func(ctx context.Context) bool) error {
+	ctx, cancel := context.WithTimeoutCause(ctx, 30*time.Second, site.ErrTooLong)
+	defer cancel()
+	return daemon.Until(ctx, "start "+what, func() bool { return answers(ctx) })
+}

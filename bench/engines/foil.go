@@ -1,0 +1,213 @@
+package engines
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	"hydrofoil.dev/foil/bench/link"
+	"hydrofoil.dev/foil/bench/site"
+	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/launch"
+)
+
+// Hydrofoil is what this project is about: a node daemon at the edge, and foil
+// run. Pulled is when the rootfs is mounted.
+type Hydrofoil struct{}
+
+func (*Hydrofoil) Name() string { return "hydrofoil" }
+
+func (*Hydrofoil) Find(ctx context.Context, p Programs) (string, error) {
+	return firstLine(ctx, p.Foil, "version")
+}
+
+// Prepare asks for nothing: the server has prepared the image when it was
+// pushed, and the time that took is part of the push.
+func (*Hydrofoil) Prepare(context.Context, *site.Site, Programs, Image) (Preparation, error) {
+	return Preparation{What: "none: the server ingests what is pushed"}, nil
+}
+
+func (*Hydrofoil) Worker(s *site.Site, p Programs, dir string) Worker {
+	return &foilWorker{site: s, foil: p.Foil, root: dir}
+}
+
+type foilWorker struct {
+	site   *site.Site
+	foil   string
+	root   string
+	daemon *site.Process
+	events *events // of the last foil run
+	run    *site.Process
+}
+
+func (w *foilWorker) Start(ctx context.Context) (err error) {
+	if w.daemon, err = w.site.Start(link.Edge, nil, w.foil, "node", "--root", w.root); err != nil {
+		return err
+	}
+	client := api.Dial(w.root)
+	defer client.Close()
+	return started(ctx, w.daemon, "foil node", func(ctx context.Context) bool {
+		_, err := client.Status(ctx)
+		return err == nil
+	})
+}
+
+// Processes are the daemon and its keeper.
+func (w *foilWorker) Processes() []int {
+	pids := []int{w.daemon.PID()}
+	client := api.Dial(w.root)
+	defer client.Close()
+	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
+	defer cancel()
+	if status, err := client.Status(ctx); err == nil && status.Keeper != 0 {
+		pids = append(pids, status.Keeper)
+	}
+	return pids
+}
+
+// events are what one foil run has told so far.
+type events struct {
+	mu   sync.Mutex
+	seen map[api.EventKind]api.Event // the last of each kind
+}
+
+func (e *events) get(kind api.EventKind) (api.Event, bool) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	event, ok := e.seen[kind]
+	return event, ok
+}
+
+// read notes events, and marks on the trial what happened, when it is told.
+func (e *events) read(from *os.File, t *Trial) {
+	defer from.Close()
+	lines := bufio.NewScanner(from)
+	for lines.Scan() {
+		var event api.Event
+		if json.Unmarshal(lines.Bytes(), &event) != nil {
+			continue
+		}
+		if mark, ok := map[api.EventKind]Mark{api.Mounted: Pulled, api.Started: Started, api.Complete: Complete}[event.Event]; ok && t != nil && event.Err == "" {
+			t.Mark(mark)
+		}
+		e.mu.Lock()
+		e.seen[event.Event] = event
+		e.mu.Unlock()
+	}
+}
+
+func (w *foilWorker) Provision(ctx context.Context, im Image, t *Trial) (*Container, error) {
+	read, write, err := os.Pipe()
+	if err != nil {
+		return nil, fmt.Errorf("bench: %w", err)
+	}
+	args := []string{"run", "--root", w.root, "--rm", "--plain-http", "--events", "fd:3", "--probe", im.Ready.Probe, im.Ref}
+	if len(im.Command) > 0 {
+		args = append(append(args, "--"), im.Command...)
+	}
+	w.run, err = w.site.Start(link.Edge, []*os.File{write}, w.foil, args...)
+	write.Close()
+	if err != nil {
+		read.Close()
+		return nil, err
+	}
+	w.events = &events{seen: map[api.EventKind]api.Event{}}
+	go w.events.read(read, t) // until all that hold the other end are gone
+	p := w.run
+	return &Container{p, func() error { return w.stopContainer(p) }}, nil
+}
+
+// stopContainer ends the container that p runs in the foreground.
+func (w *foilWorker) stopContainer(p *site.Process) error {
+	select {
+	case <-p.Done:
+		return nil
+	default:
+	}
+	client := api.Dial(w.root)
+	defer client.Close()
+	ctx, cancel := context.WithTimeoutCause(context.Background(), 15*time.Second, site.ErrTooLong)
+	defer cancel()
+	list, err := client.Containers(ctx)
+	for _, c := range list {
+		err = errors.Join(err, kill(w.site, launch.StateRoot(w.root), c.ID, p))
+	}
+	return errors.Join(err, p.Stop(syscall.SIGTERM))
+}
+
+// Complete waits until every byte of the image is on the worker.
+func (w *foilWorker) Complete(ctx context.Context, im Image, t *Trial) error {
+	client := api.Dial(w.root)
+	defer client.Close()
+	err := w.daemon.Until(ctx, "wait until "+im.Ref+" is complete", func() bool {
+		if event, ok := w.events.get(api.Complete); ok {
+			return event.Err == ""
+		}
+		select {
+		case <-w.run.Done: // a container that ends by itself takes its events along
+			list, err := client.Images(ctx)
+			if err != nil {
+				return false
+			}
+			for _, image := range list {
+				if image.Ref == im.Ref && image.State == "complete" {
+					t.Mark(Complete)
+					return true
+				}
+			}
+			time.Sleep(5 * time.Millisecond)
+		default:
+		}
+		return false
+	})
+	if err != nil {
+		return err
+	}
+	for _, kind := range []api.EventKind{api.Exited, api.Ready} {
+		if event, ok := w.events.get(kind); ok {
+			t.Waits(event.Waits, time.Duration(event.Waited*float64(time.Second)))
+		}
+	}
+	return nil
+}
+
+// Check compares digests, and has every byte verified.
+func (w *foilWorker) Check(ctx context.Context, im Image) error {
+	client := api.Dial(w.root)
+	defer client.Close()
+	list, err := client.Images(ctx)
+	if err != nil {
+		return fmt.Errorf("bench: list the worker's images: %w", err)
+	}
+	found := false
+	for _, image := range list {
+		if image.Ref == im.Ref {
+			found = true
+			if image.Digest != im.Built.Digest.String() {
+				return fmt.Errorf("bench: the worker's %s is %s, not %s", im.Ref, image.Digest, im.Built.Digest)
+			}
+		}
+	}
+	if !found {
+		return fmt.Errorf("bench: the worker does not know %s", im.Ref)
+	}
+	_, err = w.site.Run(ctx, link.Edge, w.foil, "verify", "--root", w.root, im.Ref)
+	return err
+}
+
+// Stop ends the daemon, and the keeper, which would otherwise wait for another.
+func (w *foilWorker) Stop() error { return w.daemon.Stop(syscall.SIGTERM) }
+
+// firstLine is the first line that a program says of itself.
+func firstLine(ctx context.Context, program string, args ...string) (string, error) {
+	out, err := command(ctx, program, args...)
+	line, _, _ := strings.Cut(strings.TrimSpace(out), "\n")
+	return line, err
+}

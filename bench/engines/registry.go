@@ -1,0 +1,54 @@
+package engines
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"net/http"
+	"strings"
+
+	"hydrofoil.dev/foil/bench/link"
+	"hydrofoil.dev/foil/bench/site"
+)
+
+// RegistryAddr is where the cloud's registry listens, see link.Options.
+const RegistryAddr = "192.0.2.1:5000"
+
+// Serve starts foil serve in the cloud: the registry that all engines pull from.
+func Serve(ctx context.Context, s *site.Site, foil, root string) (*site.Process, error) {
+	p, err := s.Start(link.Cloud, nil, foil, "serve", "--root", root, "--listen", RegistryAddr)
+	if err != nil {
+		return nil, err
+	}
+	client := http.Client{Transport: &http.Transport{
+		DisableKeepAlives: true,
+		DialContext: func(ctx context.Context, network, address string) (net.Conn, error) {
+			return s.Link.DialContext(ctx, link.Cloud, network, address)
+		},
+	}}
+	return p, started(ctx, p, "foil serve", func(context.Context) bool {
+		response, err := client.Get("http://" + RegistryAddr + "/v2/")
+		if err != nil {
+			return false
+		}
+		response.Body.Close()
+		return response.StatusCode == http.StatusOK
+	})
+}
+
+// Push pushes an image by a standard client, in the cloud, and asks the registry
+// by which digest it knows it.
+func Push(ctx context.Context, s *site.Site, im Image) error {
+	target := "docker://" + im.Ref
+	if _, err := s.Run(ctx, link.Cloud, "skopeo", "copy", "--dest-tls-verify=false", im.Built.Source(), target); err != nil {
+		return err
+	}
+	out, err := s.Run(ctx, link.Cloud, "skopeo", "inspect", "--tls-verify=false", "--format", "{{.Digest}}", target)
+	if err != nil {
+		return err
+	}
+	if got := strings.TrimSpace(out); got != im.Built.Digest.String() {
+		return fmt.Errorf("bench: the registry's %s is %s, not %s as it was pushed", im.Ref, got, im.Built.Digest)
+	}
+	return nil
+}

@@ -1,0 +1,252 @@
+package engines
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"os"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"hydrofoil.dev/foil/bench/link"
+	"hydrofoil.dev/foil/bench/site"
+)
+
+// Mark names a moment of a trial.
+type Mark string
+
+const (
+	Pulled   Mark = "pulled"   // the engine says that a container can be started
+	Started  Mark = "started"  // the container's process exists
+	Ready    Mark = "ready"    // the probe says so
+	Complete Mark = "complete" // nothing of the image is missing
+)
+
+// Point is what had happened at a moment. Bytes and packets are those that had
+// arrived at the other side, IP headers included.
+type Point struct {
+	Time        time.Duration `json:"time"` // since the command
+	Down        int64         `json:"down"` // bytes from the cloud to the edge
+	Up          int64         `json:"up"`   // and back
+	DownPackets int64         `json:"down_packets"`
+	UpPackets   int64         `json:"up_packets"`
+}
+
+// Trial measures one provisioning of one image, from the command on.
+type Trial struct {
+	site  *site.Site
+	began time.Time
+	base  Point // of the link, at the beginning
+	cpu   time.Duration
+	pids  []int
+
+	mu     sync.Mutex
+	marks  map[Mark]Point
+	waits  int64
+	waited time.Duration
+
+	quit, gone chan struct{}
+	line       []Point // what moved, every tick
+}
+
+// How often the line is looked at.
+const tick = 20 * time.Millisecond
+
+// Begin begins a trial of a worker whose daemons are pids.
+func Begin(s *site.Site, pids []int) *Trial {
+	t := &Trial{site: s, pids: pids, marks: map[Mark]Point{}, quit: make(chan struct{}), gone: make(chan struct{})}
+	for _, pid := range pids {
+		// 5 resets the peak of the resident set, see proc(5). Without it the peak
+		// is the daemon's since its start, which is no worse than too much.
+		_ = os.WriteFile(fmt.Sprintf("/proc/%d/clear_refs", pid), []byte("5"), 0)
+	}
+	t.cpu = t.spent(nil)
+	t.base = t.now()
+	t.began = time.Now()
+	go t.watch()
+	return t
+}
+
+// now is the state of the link, since its own beginning.
+func (t *Trial) now() Point {
+	down, up := t.site.Link.Stats(link.Cloud), t.site.Link.Stats(link.Edge)
+	return Point{Down: down.Bytes, Up: up.Bytes, DownPackets: down.Packets, UpPackets: up.Packets}
+}
+
+// Now is what has happened so far.
+func (t *Trial) Now() Point {
+	p := t.now()
+	return Point{
+		Time: time.Since(t.began),
+		Down: p.Down - t.base.Down, Up: p.Up - t.base.Up,
+		DownPackets: p.DownPackets - t.base.DownPackets, UpPackets: p.UpPackets - t.base.UpPackets,
+	}
+}
+
+// Mark notes that now is a moment to remember; the first time counts.
+func (t *Trial) Mark(m Mark) { t.mark(m, t.Now()) }
+
+func (t *Trial) mark(m Mark, p Point) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if _, known := t.marks[m]; !known {
+		t.marks[m] = p
+	}
+}
+
+// At is what had happened at a moment that was marked.
+func (t *Trial) At(m Mark) (Point, bool) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	p, ok := t.marks[m]
+	return p, ok
+}
+
+// Waits notes how many reads had to wait, and how long in sum.
+func (t *Trial) Waits(n int64, sum time.Duration) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.waits, t.waited = n, sum
+}
+
+// Waited is what Waits was told.
+func (t *Trial) Waited() (n int64, sum time.Duration) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.waits, t.waited
+}
+
+func (t *Trial) watch() {
+	defer close(t.gone)
+	ticker := time.NewTicker(tick)
+	defer ticker.Stop()
+	for {
+		p := t.Now()
+		t.mu.Lock()
+		t.line = append(t.line, p)
+		t.mu.Unlock()
+		select {
+		case <-t.quit:
+			return
+		case <-ticker.C:
+		}
+	}
+}
+
+// Quiet waits until less than a packet has come down the line for a period, and
+// marks Complete when the last one came. For engines that do not say when they
+// are done; and for all, since what is still under way costs others.
+func (t *Trial) Quiet(period time.Duration, m Mark) Point {
+	last := t.Now()
+	for {
+		time.Sleep(tick)
+		now := t.Now()
+		// A connection that is kept open says something now and then.
+		if now.Down-last.Down >= 1500 {
+			last = now
+		}
+		if now.Time-last.Time >= period {
+			if m != "" {
+				t.mark(m, last)
+			}
+			return last
+		}
+	}
+}
+
+// Outcome is what a trial came to.
+type Outcome struct {
+	Marks    map[Mark]Point `json:"marks"`
+	CPU      time.Duration  `json:"cpu"`    // processor time of the engine's processes
+	Memory   int64          `json:"memory"` // bytes, the sum of the peaks of its daemons' resident sets
+	Waits    int64          `json:"waits"`  // reads that had to wait until ready, if the engine tells
+	Waited   time.Duration  `json:"waited"`
+	Timeline []Point        `json:"timeline,omitempty"`
+}
+
+// End ends a trial. Clients are the IDs of commands that still run.
+func (t *Trial) End(clients ...int) Outcome {
+	o := Outcome{CPU: t.spent(clients) - t.cpu, Memory: peak(t.pids)}
+	close(t.quit)
+	<-t.gone
+	o.Marks, o.Waits, o.Waited = t.marks, t.waits, t.waited
+	o.Timeline = thin(t.line, 400)
+	return o
+}
+
+// thin keeps the points of a line at which something has moved, and of those
+// not many more than n.
+func thin(line []Point, n int) []Point {
+	if len(line) == 0 {
+		return nil
+	}
+	step := max(1, (line[len(line)-1].Down+1)/int64(n))
+	out := line[:1:1]
+	for i, p := range line[1:] {
+		last := out[len(out)-1]
+		if p.Down-last.Down < step && i+1 != len(line)-1 {
+			continue
+		}
+		// A pause is two points, or it looks like a slow transfer.
+		if before := line[i]; before.Time-last.Time > 2*tick {
+			out = append(out, before)
+		}
+		out = append(out, p)
+	}
+	return out
+}
+
+// spent is the processor time of what has ended at the edge, of the daemons and
+// of the clients that still run.
+func (t *Trial) spent(clients []int) time.Duration {
+	sum := t.site.Spent()
+	for _, pid := range append(append([]int(nil), t.pids...), clients...) {
+		if d, err := processorTime(pid); err == nil { // else it is gone, and counted
+			sum += d
+		}
+	}
+	return sum
+}
+
+// processorTime is that of a process and of those children that it has waited
+// for: fields 14 to 17 of /proc/PID/stat, in ticks of 10 ms (see proc(5)).
+func processorTime(pid int) (time.Duration, error) {
+	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	if err != nil {
+		return 0, err
+	}
+	fields := strings.Fields(string(stat[bytes.LastIndexByte(stat, ')')+1:]))
+	if len(fields) < 15 {
+		return 0, errors.New("short stat")
+	}
+	var sum int64
+	for _, field := range fields[11:15] {
+		n, err := strconv.ParseInt(field, 10, 64)
+		if err != nil {
+			return 0, err
+		}
+		sum += n
+	}
+	return time.Duration(sum) * 10 * time.Millisecond, nil
+}
+
+// peak is the sum of the largest resident sets that processes had.
+func peak(pids []int) (sum int64) {
+	for _, pid := range pids {
+		status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
+		if err != nil {
+			continue
+		}
+		for line := range strings.Lines(string(status)) {
+			if value, ok := strings.CutPrefix(line, "VmHWM:"); ok {
+				n, err := strconv.ParseInt(strings.TrimSpace(strings.TrimSuffix(strings.TrimSpace(value), "kB")), 10, 64)
+				if err == nil {
+					sum += n << 10
+				}
+			}
+		}
+	}
+	return sum
+}
