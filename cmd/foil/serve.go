@@ -27,7 +27,7 @@ An interrupt or SIGTERM ends it: requests under way have the grace period to
 finish. Whatever was acknowledged before is on disk, however it ends.`,
 		Example: `  foil serve --root /var/lib/foil-registry
   foil serve --root /srv/registry --listen :443 --tls-cert cert.pem --tls-key key.pem
-  skopeo copy --dest-tls-verify=false docker://docker.io/library/redis:7 docker://localhost:5000/redis:7`,
+  skopeo copy --dest-tls-verify=false docker-archive:redis.tar docker://localhost:5000/redis:7`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if (opts.TLSCert == "") != (opts.TLSKey == "") {

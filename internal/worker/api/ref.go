@@ -27,7 +27,7 @@ func NormalRef(s string) (string, error) {
 	if host := reference.Domain(named); host != "localhost" && !strings.ContainsAny(host, ".:") {
 		return bad("it has no registry host")
 	}
-	// docker.io/redis is docker.io/library/redis.
+	// One registry's short names have a long form; the library knows which.
 	if named, err = reference.ParseNormalizedNamed(s); err != nil {
 		return bad(err.Error())
 	}
