@@ -13,10 +13,9 @@ import (
 	"sync"
 	"sync/atomic"
 
+	"github.com/klauspost/compress/gzip"
 	"github.com/klauspost/compress/zstd"
 	"github.com/opencontainers/go-digest"
-
-	"hydrofoil.dev/foil/internal/server/layer/inflate"
 )
 
 const (
@@ -132,7 +131,14 @@ func (s *stream) decompressAs(blob *bufio.Reader) error {
 	}
 	switch {
 	case bytes.HasPrefix(magic, []byte{0x1f, 0x8b, 0x08}):
-		return s.copy(inflate.NewReader(blob), "gzip")
+		z, err := gzip.NewReader(blob)
+		if err != nil {
+			return fmt.Errorf("gzip: %w", err)
+		}
+		if err := s.copy(z, "gzip"); err != nil {
+			return err
+		}
+		return z.Close()
 	case isZstd(magic):
 		z, err := zstd.NewReader(blob,
 			zstd.WithDecoderConcurrency(1),
