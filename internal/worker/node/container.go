@@ -34,6 +34,9 @@ type container struct {
 	Version int `json:"version"`
 	api.Container
 	ChainID digest.Digest `json:"chain_id"`
+
+	// busy: it is being made or removed. Guarded by Node.mu.
+	busy bool
 }
 
 const containerVersion = 1
@@ -49,6 +52,11 @@ func (n *Node) CreateContainer(ctx context.Context, req api.ContainerRequest) (_
 	if err != nil {
 		return nil, err
 	}
+	leave, err := n.enter()
+	if err != nil {
+		return nil, err
+	}
+	defer leave()
 	dir := filepath.Join(n.opts.Root, "containers", req.ID)
 	n.mu.Lock()
 	img := n.images[name]
@@ -59,12 +67,12 @@ func (n *Node) CreateContainer(ctx context.Context, req api.ContainerRequest) (_
 	switch {
 	case n.containers[req.ID] != nil:
 		err = errorf(api.CodeConflict, "container %s exists: choose another name, or remove it with `foil rm %s`", req.ID, req.ID)
-	case img == nil:
+	case img == nil || n.removing[name]:
 		err = errorf(api.CodeNotFound, "no image %s here: pull it with `foil pull %s`", name, name)
+	case r != nil && r.broken != nil:
+		err = errorf(api.CodeCorrupt, "image %s cannot be served: %w", name, r.broken)
 	case r == nil || !r.mounted:
 		err = errorf(api.CodeNotFound, "image %s is not mounted: pull it again with `foil pull %s`", name, name)
-	case r.broken != nil:
-		err = errorf(api.CodeCorrupt, "image %s cannot be served: %w", name, r.broken)
 	}
 	if err != nil {
 		n.mu.Unlock()
@@ -82,18 +90,31 @@ func (n *Node) CreateContainer(ctx context.Context, req api.ContainerRequest) (_
 			Config:  json.RawMessage(img.Config),
 		},
 		ChainID: r.rec.ChainID,
+		busy:    true,
 	}
 	n.containers[req.ID] = c // holds the image from here on
 	n.mu.Unlock()
 
 	defer func() {
 		if err != nil {
-			_ = n.clearContainer(dir)
-			n.mu.Lock()
+			if cerr := n.clearContainer(dir); cerr != nil {
+				n.log.Warn("remove what is left of a container", "id", req.ID, "error", cerr)
+			}
+		}
+		n.mu.Lock()
+		c.busy = false
+		if err != nil {
 			delete(n.containers, req.ID)
-			n.mu.Unlock()
+		}
+		n.mu.Unlock()
+		if err != nil {
+			n.collect()
 		}
 	}()
+	// What an earlier one left would be seen in this one.
+	if err := n.clearContainer(dir); err != nil {
+		return nil, err
+	}
 	for _, d := range []string{"rootfs", "upper", "work"} {
 		if err := os.MkdirAll(filepath.Join(dir, d), 0o711); err != nil {
 			return nil, err
@@ -114,7 +135,12 @@ func (n *Node) CreateContainer(ctx context.Context, req api.ContainerRequest) (_
 	if err := writeFileAtomic(filepath.Join(dir, "container.json"), b); err != nil {
 		return nil, err
 	}
-	return &c.Container, nil
+	// Who asked and went away would never remove it.
+	if err := ctx.Err(); err != nil {
+		return nil, err
+	}
+	made := c.Container
+	return &made, nil
 }
 
 func (n *Node) mountContainer(c *container, r *rootfs) error {
@@ -151,7 +177,9 @@ func (n *Node) Containers(context.Context) ([]api.Container, error) {
 	defer n.mu.Unlock()
 	list := make([]api.Container, 0, len(n.containers))
 	for _, c := range n.containers {
-		list = append(list, c.Container)
+		if !c.busy {
+			list = append(list, c.Container)
+		}
 	}
 	slices.SortFunc(list, func(a, b api.Container) int {
 		if c := a.Created.Compare(b.Created); c != 0 {
@@ -164,29 +192,51 @@ func (n *Node) Containers(context.Context) ([]api.Container, error) {
 
 // RemoveContainer unmounts a container's filesystem and removes what it wrote.
 func (n *Node) RemoveContainer(ctx context.Context, id string) error {
+	leave, err := n.enter()
+	if err != nil {
+		return err
+	}
+	defer leave()
 	n.mu.Lock()
 	c := n.containers[id]
-	n.mu.Unlock()
-	if c == nil {
+	if c == nil || c.busy {
+		n.mu.Unlock()
+		if c != nil {
+			return errorf(api.CodeConflict, "container %s is just being made or removed: try again in a moment", id)
+		}
 		return errorf(api.CodeNotFound, "no container %s: `foil ps -a` lists them", id)
 	}
+	c.busy = true
+	n.mu.Unlock()
+	err = n.removeContainer(ctx, c)
+	n.mu.Lock()
+	c.busy = false
+	if err == nil {
+		delete(n.containers, id)
+	}
+	n.mu.Unlock()
+	if err == nil {
+		n.collect()
+	}
+	return err
+}
+
+func (n *Node) removeContainer(ctx context.Context, c *container) error {
 	runc := runner.Runner{StateRoot: launch.StateRoot(n.opts.Root)}
-	state, err := runc.State(ctx, id)
+	state, err := runc.State(ctx, c.ID)
 	switch {
 	case errors.Is(err, runner.ErrNotFound): // prepared only, or ended
 	case err != nil:
 		return err
 	case state.Status != "stopped":
-		return errorf(api.CodeConflict, "container %s is running: stop it first, or remove it with `foil rm --force %s`", id, id)
+		return errorf(api.CodeConflict, "container %s is running: stop it first, or remove it with `foil rm --force %s`", c.ID, c.ID)
+	default:
+		// Who ran it was killed: what runc knows of it goes too.
+		if err := runc.Delete(ctx, c.ID); err != nil {
+			return err
+		}
 	}
-	if err := n.clearContainer(c.Dir); err != nil {
-		return err
-	}
-	n.mu.Lock()
-	delete(n.containers, id)
-	n.mu.Unlock()
-	n.collect()
-	return nil
+	return n.clearContainer(c.Dir)
 }
 
 // clearContainer removes a container's directory. The record goes first, so

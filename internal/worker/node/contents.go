@@ -3,6 +3,7 @@ package node
 import (
 	"bytes"
 	"cmp"
+	"crypto/sha256"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -22,15 +23,20 @@ import (
 // derived from the TOC and the placement file, and is mapped, not read: a worker
 // with many images keeps none of this in its heap.
 //
-//	magic   8 bytes  "FOILCNT1"
-//	records 40 bytes each: ID (32), offset in the arena (8, little-endian)
+//	 8 bytes  magic "FOILCNT1"
+//	32 bytes  SHA-256 of all records
+//	40 bytes  each record: ID (32), offset in the arena (8, little-endian)
 //
 // A record is a whole content or, with bit 63 of its offset set, one segment of
 // a content that has several. Records are sorted by ID, and a content before a
-// segment of the same ID. A file of another length or magic is made again.
+// segment of the same ID. A file with another length, magic or digest is made
+// again: a wrong offset would be a wrong byte in another image.
 const contentsMagic = "FOILCNT1"
 
-const contentsRecord = 40
+const (
+	contentsRecord = 40
+	contentsHeader = len(contentsMagic) + sha256.Size
+)
 
 // contents is a mapped contents file.
 type contents struct{ data []byte }
@@ -67,12 +73,14 @@ func writeContents(path string, t *toc.TOC, l *arena.Layout) error {
 		}
 		return cmp.Compare(a.off, b.off)
 	})
-	b := make([]byte, 0, len(contentsMagic)+len(recs)*contentsRecord)
-	b = append(b, contentsMagic...)
+	b := make([]byte, contentsHeader, contentsHeader+len(recs)*contentsRecord)
 	for _, r := range recs {
 		b = append(b, r.id[:]...)
 		b = binary.LittleEndian.AppendUint64(b, r.off)
 	}
+	digest := sha256.Sum256(b[contentsHeader:])
+	copy(b, contentsMagic)
+	copy(b[len(contentsMagic):], digest[:])
 	return os.WriteFile(path, b, 0o600)
 }
 
@@ -88,17 +96,31 @@ func openContents(path string) (*contents, error) {
 		return nil, err
 	}
 	n := fi.Size()
-	if n < int64(len(contentsMagic)) || (n-int64(len(contentsMagic)))%contentsRecord != 0 {
+	if n < int64(contentsHeader) || (n-int64(contentsHeader))%contentsRecord != 0 {
 		return nil, fmt.Errorf("contents file %s: %d bytes is no length it can have", path, n)
 	}
 	data, err := unix.Mmap(int(f.Fd()), 0, int(n), unix.PROT_READ, unix.MAP_SHARED)
 	if err != nil {
 		return nil, fmt.Errorf("map contents file %s: %w", path, err)
 	}
-	if string(data[:len(contentsMagic)]) != contentsMagic {
-		return nil, errors.Join(fmt.Errorf("contents file %s: not one of ours", path), unix.Munmap(data))
+	if err := checkContents(data); err != nil {
+		return nil, errors.Join(fmt.Errorf("contents file %s: %w", path, err), unix.Munmap(data))
 	}
 	return &contents{data}, nil
+}
+
+// checkContents believes a contents file or says why not.
+func checkContents(data []byte) error {
+	if len(data) < contentsHeader || (len(data)-contentsHeader)%contentsRecord != 0 {
+		return fmt.Errorf("%d bytes is no length it can have", len(data))
+	}
+	if string(data[:len(contentsMagic)]) != contentsMagic {
+		return errors.New("not one of ours")
+	}
+	if sha256.Sum256(data[contentsHeader:]) != [sha256.Size]byte(data[len(contentsMagic):]) {
+		return errors.New("damaged: its digest is another")
+	}
+	return nil
 }
 
 func (c *contents) close() {
@@ -108,15 +130,15 @@ func (c *contents) close() {
 	}
 }
 
-func (c *contents) len() int { return (len(c.data) - len(contentsMagic)) / contentsRecord }
+func (c *contents) len() int { return (len(c.data) - contentsHeader) / contentsRecord }
 
 func (c *contents) id(i int) []byte {
-	at := len(contentsMagic) + i*contentsRecord
+	at := contentsHeader + i*contentsRecord
 	return c.data[at : at+len(segment.ID{})]
 }
 
 func (c *contents) offset(i int) (off int64, piece bool) {
-	at := len(contentsMagic) + i*contentsRecord + len(segment.ID{})
+	at := contentsHeader + i*contentsRecord + len(segment.ID{})
 	v := binary.LittleEndian.Uint64(c.data[at:])
 	return int64(v &^ pieceBit), v&pieceBit != 0
 }

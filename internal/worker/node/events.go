@@ -35,7 +35,7 @@ func (p *pull) happened(kind api.EventKind, err error) {
 // snapshot is the pull as it stands now.
 func (p *pull) snapshot() api.Event {
 	p.mu.Lock()
-	f, digest, r := p.fetch, p.digest, p.rootfs
+	f, pr, digest, r := p.fetch, p.progress, p.digest, p.rootfs
 	p.mu.Unlock()
 	now := time.Now()
 	ev := api.Event{
@@ -46,10 +46,10 @@ func (p *pull) snapshot() api.Event {
 		Digest:  digest,
 	}
 	if f != nil {
-		pr := f.Progress()
-		ev.BytesMoved, ev.BytesTotal = pr.Moved, pr.Total
-		ev.Waits, ev.Waited = pr.Waits, pr.Waited.Seconds()
+		pr = f.Progress()
 	}
+	ev.BytesMoved, ev.BytesTotal = pr.Moved, pr.Total
+	ev.Waits, ev.Waited = pr.Waits, pr.Waited.Seconds()
 	if r != nil {
 		p.n.mu.Lock()
 		ev.ContentHere, ev.ContentTotal = r.here(), r.rec.Contents

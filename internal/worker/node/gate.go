@@ -37,12 +37,17 @@ func (n *Node) openGate() (held map[string]*os.File, err error) {
 }
 
 // dropLeft takes from the keeper what restore found no use for: arenas whose
-// rootfs was removed, or completed, just when the daemon died.
+// rootfs was removed, or completed, just when the daemon died. The descriptor of
+// an arena that is incomplete and could not be opened is kept: it may be marked,
+// and another descriptor of it would wait for itself.
 func (n *Node) dropLeft(held map[string]*os.File) {
 	used := make(map[string]bool)
 	for _, r := range n.rootfs {
-		if r.arena != nil {
-			used[gate.KeptArena+r.name()] = true
+		name := gate.KeptArena + r.name()
+		if r.arena != nil || r.kept != nil {
+			used[name] = true
+		} else if f := held[name]; f != nil && r.broken != nil && !r.rec.Complete {
+			used[name], r.kept = true, f
 		}
 	}
 	for name, f := range held {
@@ -66,11 +71,18 @@ func (n *Node) closeGate(idle bool) error {
 	if n.keeper == nil {
 		return errors.Join(errs...)
 	}
-	if !idle || n.gate == nil {
-		return errors.Join(append(errs, n.keeper.Close())...)
-	}
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
 	defer cancel()
+	if n.gate == nil {
+		// There was none to begin with. A keeper that holds something goes on.
+		if err := n.keeper.Stop(ctx); err != nil {
+			errs = append(errs, n.keeper.Close())
+		}
+		return errors.Join(errs...)
+	}
+	if !idle {
+		return errors.Join(append(errs, n.keeper.Close())...)
+	}
 	for _, name := range []string{gate.KeptGroup, gate.KeptJournal} {
 		errs = append(errs, n.keeper.Drop(ctx, name))
 	}

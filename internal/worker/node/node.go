@@ -58,6 +58,15 @@ type Options struct {
 	// Version is told to clients.
 	Version string
 	Logger  *slog.Logger
+
+	// crash, when set by a test, is called at named points.
+	crash func(point string)
+}
+
+func (n *Node) at(point string) {
+	if n.opts.crash != nil {
+		n.opts.crash(point)
+	}
 }
 
 // Node is the daemon. It implements api.Service.
@@ -72,15 +81,27 @@ type Node struct {
 	gateLost bool
 
 	ctx  context.Context // ends when the node closes; pulls run under it
-	stop context.CancelFunc
-	work sync.WaitGroup // pulls and what they start
+	stop context.CancelCauseFunc
+	work sync.WaitGroup // pulls, and requests that use what Close takes away
+	// restored: what is on the disk and in the keeper has been looked at.
+	restored bool
 
+	// layout is held while the directory of a rootfs is laid out, taken over,
+	// unmounted or removed, so that one chain ID means one thing at a time. It is
+	// taken before mu, and for longer.
+	layout sync.Mutex
+
+	// mu guards what follows, and the rootfs as their type says. It is held for
+	// moments only, never during I/O: the gate's answers need it. A pull's own
+	// mutex is taken after it.
 	mu         sync.Mutex
 	closing    bool
 	images     map[string]*image // by reference
 	rootfs     map[digest.Digest]*rootfs
 	containers map[string]*container
 	pulls      map[string]*pull         // by reference; the last one of each
+	removing   map[string]bool          // references that RemoveImage is at
+	holds      map[digest.Digest]int    // what Hold keeps, by chain ID
 	clients    map[string]*fetch.Client // by base URL
 	warnings   []string
 }
@@ -102,7 +123,14 @@ func New(opts Options) (_ *Node, err error) {
 	if opts.Logger == nil {
 		opts.Logger = slog.Default()
 	}
-	for _, d := range []string{"", "images", "rootfs", "containers", "run"} {
+	if err := os.MkdirAll(opts.Root, 0o711); err != nil {
+		return nil, err
+	}
+	// The kernel lists mounts by their real paths.
+	if opts.Root, err = filepath.EvalSymlinks(opts.Root); err != nil {
+		return nil, err
+	}
+	for _, d := range []string{"images", "rootfs", "containers", "run"} {
 		if err := os.MkdirAll(filepath.Join(opts.Root, d), 0o711); err != nil {
 			return nil, err
 		}
@@ -114,9 +142,10 @@ func New(opts Options) (_ *Node, err error) {
 		rootfs:     make(map[digest.Digest]*rootfs),
 		containers: make(map[string]*container),
 		pulls:      make(map[string]*pull),
+		removing:   make(map[string]bool),
 		clients:    make(map[string]*fetch.Client),
 	}
-	n.ctx, n.stop = context.WithCancel(context.Background())
+	n.ctx, n.stop = context.WithCancelCause(context.Background())
 	if n.lock, err = lockRoot(filepath.Join(opts.Root, "lock")); err != nil {
 		return nil, err
 	}
@@ -153,6 +182,18 @@ func lockRoot(path string) (*os.File, error) {
 	return f, nil
 }
 
+// enter lets a request use the node, which Close waits for until leave is
+// called.
+func (n *Node) enter() (leave func(), err error) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.closing {
+		return nil, errStopping
+	}
+	n.work.Add(1)
+	return n.work.Done, nil
+}
+
 // Close ends the daemon's work and waits for it. Mounts stay, and so do the
 // gate and the arenas' descriptors, in the keeper: reads of what is absent wait
 // for the next daemon. When nothing is incomplete the keeper is told to end.
@@ -160,32 +201,49 @@ func (n *Node) Close() error {
 	n.mu.Lock()
 	n.closing = true
 	n.mu.Unlock()
-	n.stop()
+	n.stop(errStopping)
 	n.work.Wait()
+	// Nobody else is left, but the gate, which reads presence maps.
 	var errs []error
-	idle := true
 	n.mu.Lock()
+	idle := n.restored
+	var open []*rootfs
 	for _, r := range n.rootfs {
 		if r.arena != nil {
+			open = append(open, r)
+		}
+		// One that could not be opened again has its gate all the same.
+		if !r.rec.Complete && (r.rec.own() >= 0 || r.broken != nil) {
 			idle = false
-			errs = append(errs, r.arena.Sync(context.Background()))
 		}
 	}
 	n.mu.Unlock()
+	for _, r := range open {
+		if err := r.arena.Sync(context.Background()); err != nil {
+			errs = append(errs, err)
+		}
+	}
 	errs = append(errs, n.closeGate(idle))
 	n.mu.Lock()
+	defer n.mu.Unlock()
 	for _, r := range n.rootfs {
 		if r.arena != nil {
 			errs = append(errs, r.arena.Close())
+			r.arena = nil
+		}
+		r.closeRetired()
+		if r.kept != nil {
+			_ = r.kept.Close()
+			r.kept = nil
 		}
 		r.contents.close()
 	}
 	for _, c := range n.clients {
 		c.Close()
 	}
-	n.mu.Unlock()
 	if n.lock != nil {
 		errs = append(errs, n.lock.Close())
+		n.lock = nil
 	}
 	return errors.Join(errs...)
 }

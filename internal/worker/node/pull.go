@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"runtime/debug"
+	"slices"
 	"sync"
 	"time"
 
@@ -23,28 +24,39 @@ import (
 // pull brings one image here. Its story: resolved, mounted, complete; or failed
 // at any point. Pull starts it, run is its goroutine, and when that ends what is
 // here stays: a later pull of the same image goes on with it.
+//
+// At any time one pull fills a rootfs (rootfs.filling). Another one that wants
+// the same rootfs, by another reference, waits for the end of the first, and
+// goes on by itself if that came to nothing.
 type pull struct {
 	n     *Node
 	ref   ref
 	req   api.PullRequest
 	begun time.Time
 	ctx   context.Context // ends with the node, or with stop
-	stop  context.CancelFunc
+	stop  context.CancelCauseFunc
+	work  sync.WaitGroup // the mount, and the copying of what is here
 
 	mu         sync.Mutex
-	fetch      *fetch.Pull
+	fetch      *fetch.Pull    // nil before the start and after the end
+	progress   fetch.Progress // of it, once it has ended
 	digest     string
 	image      *image
 	rootfs     *rootfs
+	committed  bool
+	mountErr   error // of the mount that this pull made
 	milestones []api.Event
 	changed    chan struct{} // closed, and made anew, when milestones grow
 	over       bool
-	mounting   chan struct{} // closed when the mount has ended, well or not; nil before it began
-	mountErr   error         // valid then
-	copying    chan struct{} // closed when copyLocal has ended; nil before it began
 
-	used []*rootfs // whose arenas it uses; guarded by Node.mu
+	used map[*rootfs]bool // which it keeps from being removed; guarded by Node.mu
 }
+
+// Causes for which a pull is stopped. Reads that wait for it go on waiting.
+var (
+	errStopping = &api.Error{Code: api.CodeUnavailable, Message: "the daemon is stopping; it goes on with the pull when it is started again"}
+	errRemoved  = &api.Error{Code: api.CodeConflict, Message: "the image was removed meanwhile"}
+)
 
 // Pull starts the pull of an image, or joins the one that runs, and emits its
 // events.
@@ -81,13 +93,16 @@ func (n *Node) startPull(req api.PullRequest, manifest digest.Digest) (*pull, er
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	if n.closing {
-		return nil, errorf(api.CodeUnavailable, "the daemon is stopping: try again in a moment")
+		return nil, errStopping
+	}
+	if n.removing[r.name] {
+		return nil, errorf(api.CodeConflict, "image %s is just being removed: try again in a moment", r)
 	}
 	if p := n.pulls[r.name]; p != nil && !p.ended() {
 		return p, nil
 	}
-	p := &pull{n: n, ref: r, req: req, begun: time.Now(), changed: make(chan struct{})}
-	p.ctx, p.stop = context.WithCancel(n.ctx)
+	p := &pull{n: n, ref: r, req: req, begun: time.Now(), changed: make(chan struct{}), used: make(map[*rootfs]bool)}
+	p.ctx, p.stop = context.WithCancelCause(n.ctx)
 	n.pulls[r.name] = p
 	n.work.Go(p.run)
 	return p, nil
@@ -99,42 +114,65 @@ func (p *pull) ended() bool {
 	return p.over
 }
 
-// use keeps r's arena from being removed until the pull has ended. Called with
-// Node.mu held.
+// use keeps r from being removed, and its arena open, until the pull has ended.
+// Called with Node.mu held.
 func (p *pull) use(r *rootfs) {
-	r.users++
-	p.used = append(p.used, r)
+	if !p.used[r] {
+		p.used[r] = true
+		r.users++
+	}
 }
 
 func (p *pull) run() {
-	err := p.bring(p.ctx)
-	p.stop()
 	n := p.n
-	n.mu.Lock()
-	for _, r := range p.used {
-		r.users--
+	err := p.bring(p.ctx)
+	stopped := false
+	if err != nil {
+		if cause := context.Cause(p.ctx); errors.Is(cause, errStopping) || errors.Is(cause, errRemoved) {
+			err, stopped = cause, true
+		}
 	}
-	p.used = nil
-	if p.rootfs != nil && p.rootfs.filling == p {
-		p.rootfs.filling = nil
+	p.stop(nil)
+	p.mu.Lock()
+	// What a fetch knows of a large image is large.
+	if p.fetch != nil {
+		p.progress, p.fetch = p.fetch.Progress(), nil
+	}
+	p.mu.Unlock()
+	n.mu.Lock()
+	if r := p.rootfs; r != nil && r.filling == p {
+		r.filling = nil
 	}
 	if img := n.images[p.ref.name]; img != nil {
 		img.Why = ""
 		if err != nil {
 			img.Why = asError(err).Message
+			// The pull may have ended before it came as far as to open the
+			// rootfs. Its readers would wait for nobody.
+			if r := n.rootfs[img.ChainID]; !stopped && r != nil && r.filling == nil && r.arena != nil {
+				r.arena.Fail(err)
+			}
 		}
 	}
+	for r := range p.used {
+		r.letGo()
+	}
+	p.used = nil
 	n.mu.Unlock()
+	// Who is told of a failure finds nothing left behind.
+	n.collect()
 	if err != nil {
 		p.happened(api.Failed, err)
 	} else {
 		p.happened(api.Complete, nil)
 	}
-	n.collect()
 }
 
-// errShared ends the stream of a pull whose rootfs another pull fills already.
-var errShared = errors.New("another pull fills this rootfs")
+// Errors that end the stream of a pull that needs none.
+var (
+	errShared = errors.New("another pull fills this rootfs")
+	errHere   = errors.New("this rootfs is here")
+)
 
 func (p *pull) bring(ctx context.Context) error {
 	n := p.n
@@ -146,14 +184,15 @@ func (p *pull) bring(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	reference := p.ref.reference
 	have := p.haves()
-	for range 2 {
+	for again := false; ; {
 		f := fetch.Start(ctx, fetch.Options{
 			Client: client,
 			Name:   p.ref.name,
 			Request: bundle.Request{
 				Versions: []int{bundle.Version},
-				Images:   []bundle.ImageRequest{{Repository: p.ref.repository, Reference: p.ref.reference, Platform: platform}},
+				Images:   []bundle.ImageRequest{{Repository: p.ref.repository, Reference: reference, Platform: platform}},
 				Have:     have,
 			},
 			Open:   p.open,
@@ -165,41 +204,61 @@ func (p *pull) bring(ctx context.Context) error {
 		p.fetch = f
 		p.mu.Unlock()
 		err = f.Wait()
-		if errors.Is(err, errShared) {
-			err = nil
-		}
+		p.work.Wait()
 		p.mu.Lock()
-		mounting, copying, r := p.mounting, p.copying, p.rootfs
+		mountErr, r, img := p.mountErr, p.rootfs, p.image
 		p.mu.Unlock()
-		if mounting != nil {
-			<-mounting
-			if p.mountErr != nil {
-				return p.mountErr
+		switch {
+		case mountErr != nil:
+			return mountErr
+		case errors.Is(err, errHere):
+			return nil
+		case errors.Is(err, errShared):
+			if done, err := p.waitFilled(ctx, r); done || err != nil {
+				return err
 			}
-			<-copying
-		}
-		if err != nil {
+			reference, have = img.Digest.String(), p.haves()
+			continue
+		case err != nil:
 			return err
-		}
-		if r == nil {
+		case r == nil:
 			return fmt.Errorf("pull %s: the server ended the bundle before it named the image", p.ref)
 		}
 		n.mu.Lock()
-		a, shared := r.arena, r.filling != p
+		a := r.arena
 		n.mu.Unlock()
-		if a == nil || a.Complete() || shared {
+		if a == nil || a.Complete() {
 			return n.finish(ctx, r)
+		}
+		if again {
+			return errorf(api.CodeCorrupt, "pull %s: the server ended the bundle, but bytes are missing; remove the image with `foil rm` and pull it again", p.ref)
 		}
 		// Something that the server left out, because this worker said that it
 		// has it, was not found here: damaged, or removed just now. Once more,
 		// and this time without counting on other images.
 		n.log.Warn("not all that was to be taken from other images is here; asking for it", "ref", p.ref, "segments", a.Missing())
+		again = true
 		n.mu.Lock()
 		have = []bundle.Have{{ChainID: r.rec.ChainID, TOC: r.rec.TOC, Present: r.present()}}
 		n.mu.Unlock()
-		p.ref.reference = p.image.Digest.String()
+		reference = img.Digest.String()
 	}
-	return errorf(api.CodeCorrupt, "pull %s: the server ended the bundle, but bytes are missing; remove the image with `foil rm` and pull it again", p.ref)
+}
+
+// waitFilled waits until no other pull fills r, and reports whether r is
+// complete then.
+func (p *pull) waitFilled(ctx context.Context, r *rootfs) (complete bool, err error) {
+	p.n.mu.Lock()
+	other := r.filling
+	p.n.mu.Unlock()
+	if other != nil {
+		if err := other.wait(ctx); err != nil {
+			return false, context.Cause(ctx)
+		}
+	}
+	p.n.mu.Lock()
+	defer p.n.mu.Unlock()
+	return r.rec.Complete, nil
 }
 
 // encodedTOC reads the TOC of a rootfs that is here.
@@ -233,220 +292,370 @@ func (p *pull) haves() []bundle.Have {
 }
 
 // open is called with an image's header: it lays out the arena at once, so that
-// frames can be written, and mounts in the background.
+// frames can be written, and mounts in the background. Of a rootfs that is here
+// it takes what is there.
 func (p *pull) open(ctx context.Context, img *bundle.Image, t *toc.TOC) (*arena.Arena, error) {
 	n := p.n
-	p.mu.Lock()
-	p.digest = img.Manifest.Digest.String()
-	p.image = &image{
-		Version:  imageVersion,
-		Ref:      p.ref.name,
-		Platform: p.req.Platform,
-		Plain:    p.req.PlainHTTP,
-		Digest:   img.Manifest.Digest,
-		Manifest: img.Manifest.Bytes,
-		Config:   img.Config.Bytes,
-		ChainID:  img.ChainID,
-		Created:  time.Now().UTC(),
+	p.resolved(img)
+	r, made, err := p.rootfsOf(img, t)
+	if err != nil {
+		return nil, err
 	}
-	again := p.rootfs
-	p.mu.Unlock()
-	if again != nil { // the second stream of bring
-		n.mu.Lock()
-		defer n.mu.Unlock()
-		return again.arena, nil
+	if made != nil {
+		p.work.Go(func() { p.mount(r, t, made) })
+		return r.arena, nil
 	}
-	p.happened(api.Resolved, nil)
-
+	select {
+	case <-r.ready:
+	case <-ctx.Done():
+		return nil, context.Cause(ctx)
+	}
 	n.mu.Lock()
-	r := n.rootfs[img.ChainID]
-	if r != nil && r.broken != nil {
-		if err := r.broken; r.users > 0 || r.mounted {
-			n.mu.Unlock()
-			return nil, errorf(api.CodeCorrupt, "rootfs %s cannot be served: %w; remove its containers and images with `foil rm` and pull again", img.ChainID, err)
-		}
-		delete(n.rootfs, img.ChainID)
-		n.discard(r)
-		r = nil
+	a, mine, broken, complete := r.arena, r.filling == p, r.broken, r.rec.Complete
+	n.mu.Unlock()
+	if broken != nil {
+		return nil, broken
 	}
-	if r != nil {
-		shared := r.filling != nil && r.filling != p
-		if !shared && !r.rec.Complete {
+	if err := p.commit(); err != nil {
+		return nil, err
+	}
+	switch {
+	case complete && r.rec.TOC != img.TOCDigest:
+		// The server wrote its TOC anew. What is here was verified by the one
+		// that came with it, and the image's digest is the same.
+		return nil, errHere
+	case complete:
+		return nil, nil
+	case !mine:
+		return nil, errShared
+	}
+	if a != nil {
+		p.work.Go(func() { n.copyLocal(p.ctx, r, p) })
+	}
+	return a, nil
+}
+
+// resolved notes what the header says.
+func (p *pull) resolved(img *bundle.Image) {
+	p.mu.Lock()
+	first := p.image == nil
+	if first {
+		p.digest = img.Manifest.Digest.String()
+		p.image = &image{
+			Version:  imageVersion,
+			Ref:      p.ref.name,
+			Platform: p.req.Platform,
+			Plain:    p.req.PlainHTTP,
+			Digest:   img.Manifest.Digest,
+			Manifest: img.Manifest.Bytes,
+			Config:   img.Config.Bytes,
+			ChainID:  img.ChainID,
+			Created:  time.Now().UTC(),
+		}
+	}
+	p.mu.Unlock()
+	if first {
+		p.happened(api.Resolved, nil)
+	}
+}
+
+// rootfsOf finds the rootfs of an image, or makes it: then made is the placement
+// to mount it by.
+func (p *pull) rootfsOf(img *bundle.Image, t *toc.TOC) (r *rootfs, made placement, err error) {
+	n := p.n
+	n.layout.Lock()
+	defer n.layout.Unlock()
+	if err := n.clearBroken(img.ChainID); err != nil {
+		return nil, nil, err
+	}
+	n.mu.Lock()
+	if r = n.rootfs[img.ChainID]; r != nil {
+		if !r.rec.Complete && r.rec.TOC != img.TOCDigest {
+			n.mu.Unlock()
+			return nil, nil, errorf(api.CodeConflict, "the server now describes rootfs %s by TOC %s, what is here of it came by %s: remove its images with `foil rm` and pull again",
+				img.ChainID, img.TOCDigest, r.rec.TOC)
+		}
+		if !r.rec.Complete && r.filling == nil {
 			r.filling = p
 		}
 		p.use(r)
+		for _, c := range r.rec.Arenas {
+			if other := n.rootfs[c]; other != nil {
+				p.use(other)
+			}
+		}
+		// One that is not mounted is being made, or was kept for its arena only.
+		again := !r.mounted && r.isReady()
 		n.mu.Unlock()
-		return p.reuse(ctx, r, shared)
+		p.setRootfs(r)
+		if again {
+			err = n.mount(r)
+		}
+		return r, nil, err
 	}
 	n.mu.Unlock()
-
 	if t == nil {
-		return nil, fmt.Errorf("pull %s: the server sent no TOC of rootfs %s, which is not here", p.ref, img.ChainID)
+		return nil, nil, fmt.Errorf("pull %s: the server sent no TOC of rootfs %s, which is not here", p.ref, img.ChainID)
 	}
-	r, place, err := n.createRootfs(img.ChainID, img.TOC, t, p)
+	r, made, err = n.createRootfs(img.ChainID, img.TOC, t, p)
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	n.mu.Lock()
 	n.rootfs[img.ChainID] = r
 	p.use(r)
 	n.mu.Unlock()
-	p.mu.Lock()
-	p.rootfs = r
-	p.mounting, p.copying = make(chan struct{}), make(chan struct{})
-	p.mu.Unlock()
-	n.work.Go(func() {
-		defer close(p.copying)
-		p.mountErr = n.mountRootfs(r, t, place)
-		if p.mountErr == nil {
-			p.mountErr = p.commit()
-		}
-		if p.mountErr != nil {
-			n.mu.Lock()
-			r.broken = p.mountErr
-			n.mu.Unlock()
-			p.stop()
-		}
-		close(p.mounting)
-		if p.mountErr != nil {
-			return
-		}
-		p.happened(api.Mounted, nil)
-		n.copyLocal(p.ctx, r, t, p)
-		debug.FreeOSMemory() // what the mount of a large image took
-	})
-	return r.arena, nil
+	p.setRootfs(r)
+	return r, made, nil
 }
 
-// reuse takes a rootfs that is here already.
-func (p *pull) reuse(ctx context.Context, r *rootfs, shared bool) (*arena.Arena, error) {
-	n := p.n
+func (p *pull) setRootfs(r *rootfs) {
 	p.mu.Lock()
+	defer p.mu.Unlock()
 	p.rootfs = r
-	p.mu.Unlock()
-	if shared {
-		n.mu.Lock()
-		other := r.filling
+}
+
+// clearBroken makes way for a rootfs in the place of one that cannot be served.
+// Called with Node.layout held.
+func (n *Node) clearBroken(chain digest.Digest) error {
+	n.mu.Lock()
+	r := n.rootfs[chain]
+	if r == nil || r.broken == nil || !r.isReady() {
 		n.mu.Unlock()
-		if other != nil {
-			if err := other.waitMounted(ctx); err != nil {
-				return nil, err
-			}
-		}
-	} else if !r.isMounted(n) {
-		if err := n.mount(r); err != nil {
-			return nil, err
-		}
-	}
-	if err := p.commit(); err != nil {
-		return nil, err
-	}
-	p.happened(api.Mounted, nil)
-	if shared {
-		return nil, errShared
-	}
-	n.mu.Lock()
-	a := r.arena
-	n.mu.Unlock()
-	return a, nil
-}
-
-func (r *rootfs) isMounted(n *Node) bool {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	return r.mounted
-}
-
-// waitMounted waits until another pull's rootfs can be used.
-func (p *pull) waitMounted(ctx context.Context) error {
-	p.mu.Lock()
-	mounting := p.mounting
-	p.mu.Unlock()
-	if mounting == nil {
 		return nil
 	}
-	select {
-	case <-mounting:
-		return p.mountErr
-	case <-ctx.Done():
-		return ctx.Err()
+	in := fmt.Sprintf("rootfs %s cannot be served: %v", chain, r.broken)
+	for _, c := range n.containers {
+		if c.ChainID == chain {
+			n.mu.Unlock()
+			return errorf(api.CodeCorrupt, "%s; remove container %s with `foil rm --force %s` and pull again", in, c.ID, c.ID)
+		}
 	}
+	for other, o := range n.rootfs {
+		if other != chain && slices.Contains(o.rec.Arenas, chain) {
+			user := other.String()
+			for _, img := range n.images {
+				if img.ChainID == other {
+					user = img.Ref
+				}
+			}
+			n.mu.Unlock()
+			return errorf(api.CodeCorrupt, "%s; image %s uses contents in its arena: remove that with `foil rm %s`, and pull both again", in, user, user)
+		}
+	}
+	if n.holds[chain] > 0 {
+		n.mu.Unlock()
+		return errorf(api.CodeCorrupt, "%s; containerd uses it: remove its containers and images there, and pull again", in)
+	}
+	if r.users > 0 {
+		n.mu.Unlock()
+		return errorf(api.CodeCorrupt, "%s; it is in use just now: pull again in a moment", in)
+	}
+	mounted := r.mounted
+	n.mu.Unlock()
+	if mounted {
+		if err := n.unmount(r); err != nil {
+			return errorf(api.CodeCorrupt, "%s; and it is in use: %w", in, err)
+		}
+	}
+	n.mu.Lock()
+	delete(n.rootfs, chain)
+	n.mu.Unlock()
+	n.discard(r)
+	return nil
+}
+
+// mount makes the mount of a rootfs that this pull laid out, and then brings
+// over what other arenas hold of it.
+func (p *pull) mount(r *rootfs, t *toc.TOC, place placement) {
+	n := p.n
+	err := n.mountRootfs(r, t, place)
+	n.at("mounted")
+	if err == nil {
+		err = p.commit()
+		n.at("committed")
+	}
+	if err != nil {
+		n.mu.Lock()
+		r.broken = err
+		n.mu.Unlock()
+		p.mu.Lock()
+		p.mountErr = err
+		p.mu.Unlock()
+		p.stop(err)
+	}
+	close(r.ready)
+	if err != nil {
+		return
+	}
+	n.copyLocal(p.ctx, r, p)
+	debug.FreeOSMemory() // what the mount of a large image took
 }
 
 // commit records the image: from now on its reference names this rootfs.
 func (p *pull) commit() error {
 	n := p.n
-	if err := n.saveImage(p.image); err != nil {
+	p.mu.Lock()
+	img, done := p.image, p.committed
+	p.mu.Unlock()
+	if done {
+		return nil
+	}
+	n.mu.Lock()
+	if old := n.images[img.Ref]; old != nil && old.Digest == img.Digest {
+		img.Created = old.Created
+	}
+	n.mu.Unlock()
+	if err := n.saveImage(img); err != nil {
 		return err
 	}
 	n.mu.Lock()
-	n.images[p.ref.name] = p.image
+	n.images[img.Ref] = img
 	n.mu.Unlock()
+	p.mu.Lock()
+	p.committed = true
+	p.mu.Unlock()
+	p.happened(api.Mounted, nil)
 	return nil
 }
 
 // finish makes a rootfs durable and complete, and takes its arena from behind
-// the gate.
+// the gate. Everything of it has arrived.
 func (n *Node) finish(ctx context.Context, r *rootfs) error {
 	n.mu.Lock()
 	a, complete := r.arena, r.rec.Complete
-	var lent []*arena.Arena
+	var lenders []*rootfs // that are incomplete themselves
 	for _, c := range r.rec.Arenas {
-		if other := n.rootfs[c]; other != nil && other != r && other.arena != nil {
-			lent = append(lent, other.arena)
+		if other := n.rootfs[c]; c != r.rec.ChainID && (other == nil || !other.rec.Complete) {
+			lenders = append(lenders, other)
 		}
 	}
 	n.mu.Unlock()
 	if complete {
 		return nil
 	}
+	what := func(err error) error { return fmt.Errorf("make rootfs %s durable: %w", r.rec.ChainID, err) }
 	if a != nil {
-		// Another pull may fill it; and segments may still be copied from other
-		// arenas.
-		select {
-		case <-a.Done():
-		case <-ctx.Done():
-			return ctx.Err()
-		}
-		if err := a.Failure(); err != nil {
-			return err
-		}
-		lent = append(lent, a)
-	}
-	// What it uses in place must survive a power cut as well.
-	for _, a := range lent {
 		if err := a.Sync(ctx); err != nil {
-			return fmt.Errorf("make rootfs %s durable: %w", r.rec.ChainID, err)
+			return what(err)
 		}
 	}
-	for _, name := range []string{"toc", "placement", "contents", "meta.erofs"} {
-		if err := syncFile(r.path(name)); err != nil {
+	// What it uses in place must survive a power cut as well, and be found
+	// again after it.
+	for _, other := range lenders {
+		if other == nil {
+			continue // lentAbsent says so
+		}
+		n.mu.Lock()
+		b := other.arena
+		n.mu.Unlock()
+		if b != nil {
+			if err := b.Sync(ctx); err != nil {
+				return what(err)
+			}
+		}
+		if err := other.syncFiles(); err != nil {
+			return what(err)
+		}
+	}
+	if len(lenders) > 0 {
+		if err := n.lentAbsent(r, nil); err != nil {
+			n.mu.Lock()
+			r.broken = err
+			n.mu.Unlock()
 			return err
 		}
 	}
-	n.mu.Lock()
-	if r.rec.Complete { // the other pull that shared it was first
-		n.mu.Unlock()
-		return nil
+	if err := errors.Join(r.syncFiles(), syncFile(r.path("meta.erofs")), syncDir(filepath.Dir(r.dir))); err != nil {
+		return what(err)
 	}
+	n.at("synced")
+	rec := r.rec
+	rec.Complete = true
+	if err := r.write(&rec); err != nil {
+		return what(err)
+	}
+	n.at("recorded")
+	n.mu.Lock()
 	r.rec.Complete = true
 	n.mu.Unlock()
-	if err := r.save(); err != nil {
-		return err
+	if err := n.retire(r); err != nil {
+		// It is complete all the same, and every read of it is allowed.
+		n.log.Warn("take a complete arena from behind the gate; reads of it go through the daemon until it is restarted", "rootfs", r.rec.ChainID, "error", err)
 	}
-	return n.retire(r)
+	return nil
 }
 
-// retire takes a complete arena from behind the gate.
+// retire takes a complete arena from behind the gate. It is closed when nobody
+// reads it any more through its own descriptor.
 func (n *Node) retire(r *rootfs) error {
 	n.mu.Lock()
 	a := r.arena
-	r.arena, r.present = nil, nil
 	n.mu.Unlock()
-	if a == nil {
-		return nil
+	if a != nil {
+		if err := n.gate.Release(r.name()); err != nil {
+			return err
+		}
 	}
-	return errors.Join(n.gate.Release(r.name()), a.Close())
+	n.at("released")
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	r.retired, r.arena, r.present = a, nil, nil
+	if r.users == 0 {
+		r.closeRetired()
+	}
+	return nil
+}
+
+// syncFiles makes the files durable without which the arena would be of no use.
+func (r *rootfs) syncFiles() error {
+	return errors.Join(syncFile(r.path("toc")), syncFile(r.path("placement")), syncFile(r.path("contents")), syncDir(r.dir))
+}
+
+// lentAbsent returns an error unless every content that r uses in place is where
+// it was placed. have is r's TOC and placement, read when nil.
+func (n *Node) lentAbsent(r *rootfs, have *restored) error {
+	for i, c := range r.rec.Arenas {
+		if c == r.rec.ChainID {
+			continue
+		}
+		n.mu.Lock()
+		other := n.rootfs[c]
+		var holds func(off, size int64) bool
+		if other != nil && other.contents != nil && (other.broken == nil || other.rec.Complete) {
+			holds = other.holder()
+		}
+		n.mu.Unlock()
+		if holds == nil {
+			return errorf(api.CodeCorrupt, "rootfs %s, which holds some contents of rootfs %s, is gone or damaged: remove the image with `foil rm` and pull it again", c, r.rec.ChainID)
+		}
+		if have == nil {
+			var err error
+			if have, err = r.read(); err != nil {
+				return err
+			}
+		}
+		if absent := lent(have, i, other, holds); absent > 0 {
+			return errorf(api.CodeCorrupt, "rootfs %s, which holds some contents of rootfs %s, lacks %d of them: remove the image with `foil rm` and pull it again", c, r.rec.ChainID, absent)
+		}
+	}
+	return nil
+}
+
+// lent returns how many of the contents that are placed in arena i, which is
+// other's, are not there.
+func lent(have *restored, i int, other *rootfs, holds func(off, size int64) bool) (absent int) {
+	t := have.toc
+	here := have.place.in(i)
+	id := func(c int32) *segment.ID { return &t.Contents[c].ID }
+	sortByID(here, id)
+	absent = len(here)
+	other.contents.join(here, id, func(c int32, off int64, piece bool) {
+		if !piece && holds(off, t.Contents[c].Size) {
+			absent--
+		}
+	})
+	return absent
 }
 
 func syncFile(path string) error {
@@ -463,17 +672,28 @@ func syncFile(path string) error {
 // copyLocal fills r's arena with the segments that other arenas hold inside
 // contents that are not the same: what stayed of a large file that changed. The
 // server does not send them.
-func (n *Node) copyLocal(ctx context.Context, r *rootfs, t *toc.TOC, p *pull) {
+func (n *Node) copyLocal(ctx context.Context, r *rootfs, p *pull) {
+	n.mu.Lock()
 	a := r.arena
+	others := make([]*rootfs, 0, len(p.used))
+	for other := range p.used {
+		if other != r && other.contents != nil {
+			others = append(others, other)
+		}
+	}
+	n.mu.Unlock()
 	if a == nil {
 		return
 	}
 	l := a.Layout()
 	want := make([]int32, 0, l.Segments())
 	for i := range l.Segments() {
-		if s := l.Segment(i); !s.ID.IsHole() && !a.Present(s.Offset, int64(s.Length)) {
+		if s := l.Segment(i); !s.ID.IsHole() && !a.HasSegment(i) {
 			want = append(want, int32(i))
 		}
+	}
+	if len(want) == 0 || len(others) == 0 {
+		return
 	}
 	ids := make([]segment.ID, l.Segments())
 	for _, i := range want {
@@ -481,50 +701,23 @@ func (n *Node) copyLocal(ctx context.Context, r *rootfs, t *toc.TOC, p *pull) {
 	}
 	id := func(i int32) *segment.ID { return &ids[i] }
 	sortByID(want, id)
-	n.mu.Lock()
-	others := append([]*rootfs(nil), p.used...)
-	n.mu.Unlock()
 	buf := make([]byte, segment.MaxLength)
 	for _, other := range others {
-		if other == r || other.contents == nil {
-			continue
-		}
-		var file *os.File
+		n.mu.Lock()
+		holds, source := other.holder(), other.reader()
+		n.mu.Unlock()
 		var err error
 		other.contents.join(want, id, func(i int32, off int64, _ bool) {
-			if err != nil || ctx.Err() != nil {
-				return
-			}
 			s := l.Segment(int(i))
-			n.mu.Lock()
-			ok, exempt := other.holds(off, int64(s.Length)), other.arena
-			n.mu.Unlock()
-			if !ok || a.Present(s.Offset, int64(s.Length)) {
+			if err != nil || ctx.Err() != nil || a.HasSegment(int(i)) || !holds(off, int64(s.Length)) {
 				return
 			}
-			// A complete arena is read as any file is; one that is not, through
-			// the descriptor that the gate leaves alone. It may become complete
-			// at this moment.
-			if exempt != nil {
-				_, err = exempt.File().ReadAt(buf[:s.Length], off)
-			}
-			if exempt == nil || errors.Is(err, os.ErrClosed) {
-				if file == nil {
-					if file, err = os.Open(other.path("arena")); err != nil {
-						return
-					}
-				}
-				_, err = file.ReadAt(buf[:s.Length], off)
-			}
-			if err == nil {
+			if _, err = source.ReadAt(buf[:s.Length], off); err == nil {
 				err = a.WriteSegment(int(i), buf[:s.Length])
 			}
 		})
-		if file != nil {
-			_ = file.Close()
-		}
-		if err != nil {
-			n.log.Warn("copy segments from another arena", "from", other.rec.ChainID, "to", r.rec.ChainID, "error", err)
+		if err = errors.Join(err, source.Close()); err != nil {
+			n.log.Warn("copy segments from another arena; what is missing is pulled", "from", other.rec.ChainID, "to", r.rec.ChainID, "error", err)
 		}
 	}
 }

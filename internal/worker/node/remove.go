@@ -4,42 +4,36 @@ import (
 	"context"
 	"errors"
 	"os"
+	"path/filepath"
 
 	"github.com/opencontainers/go-digest"
 
-	"hydrofoil.dev/foil/internal/kernel"
 	"hydrofoil.dev/foil/internal/worker/api"
 )
 
-// RemoveImage forgets a reference. Its rootfs goes when nothing else names it,
-// and its arena when no other rootfs has contents in it.
+// RemoveImage forgets a reference, and stops its pull. Its rootfs goes when
+// nothing else names it, and its arena when no other rootfs has contents in it.
 func (n *Node) RemoveImage(ctx context.Context, name string) error {
 	name, err := api.NormalRef(name)
 	if err != nil {
 		return err
 	}
-	n.mu.Lock()
-	img := n.images[name]
-	if img == nil {
-		n.mu.Unlock()
-		return errorf(api.CodeNotFound, "no image %s here: `foil images` lists them", name)
+	leave, err := n.enter()
+	if err != nil {
+		return err
 	}
-	last := true
-	for _, other := range n.images {
-		if other != img && other.ChainID == img.ChainID {
-			last = false
-		}
+	defer leave()
+	p, err := n.beginRemoval(name)
+	if err != nil {
+		return err
 	}
-	for _, c := range n.containers {
-		if last && c.ChainID == img.ChainID {
-			n.mu.Unlock()
-			return errorf(api.CodeConflict, "image %s is used by container %s: remove it first, with `foil rm %s`", name, c.ID, c.ID)
-		}
-	}
-	p := n.pulls[name]
-	n.mu.Unlock()
-	if p != nil && !p.ended() {
-		p.stop()
+	defer func() {
+		n.mu.Lock()
+		defer n.mu.Unlock()
+		delete(n.removing, name)
+	}()
+	if p != nil {
+		p.stop(errRemoved)
 		if err := p.wait(ctx); err != nil {
 			return err
 		}
@@ -47,12 +41,61 @@ func (n *Node) RemoveImage(ctx context.Context, name string) error {
 	if err := os.Remove(n.imagePath(name)); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return err
 	}
+	if err := syncDir(filepath.Join(n.opts.Root, "images")); err != nil {
+		return err
+	}
 	n.mu.Lock()
+	img := n.images[name]
 	delete(n.images, name)
 	delete(n.pulls, name)
+	var again []*image // whose rootfs the stopped pull was filling
+	for _, other := range n.images {
+		if img != nil && other.ChainID == img.ChainID {
+			again = append(again, other)
+		}
+	}
 	n.mu.Unlock()
 	n.collect()
+	if p != nil {
+		n.goOn(again)
+	}
 	return nil
+}
+
+// beginRemoval checks that an image can be removed, and makes sure that until
+// the end of the removal no pull of it and no container on it begins. It returns
+// its pull, if one runs.
+func (n *Node) beginRemoval(name string) (*pull, error) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.removing[name] {
+		return nil, errorf(api.CodeConflict, "image %s is just being removed", name)
+	}
+	img, p := n.images[name], n.pulls[name]
+	if p != nil && p.ended() {
+		p = nil
+	}
+	if img == nil && p == nil {
+		return nil, errorf(api.CodeNotFound, "no image %s here: `foil images` lists them", name)
+	}
+	if img != nil {
+		last := true
+		for _, other := range n.images {
+			if other != img && other.ChainID == img.ChainID && !n.removing[other.Ref] {
+				last = false
+			}
+		}
+		if last && n.holds[img.ChainID] > 0 {
+			return nil, errorf(api.CodeConflict, "image %s is used by containerd: remove it there", name)
+		}
+		for _, c := range n.containers {
+			if last && c.ChainID == img.ChainID {
+				return nil, errorf(api.CodeConflict, "image %s is used by container %s: remove it first, with `foil rm %s`", name, c.ID, c.ID)
+			}
+		}
+	}
+	n.removing[name] = true
+	return p, nil
 }
 
 // wait returns when the pull has ended, well or not.
@@ -73,52 +116,86 @@ func (p *pull) wait(ctx context.Context) error {
 }
 
 // collect unmounts every rootfs that no image, container or pull names, and
-// removes those whose arenas nothing else uses.
+// removes those whose arenas nothing else uses. One that a process of the host
+// has open stays until the next time.
 func (n *Node) collect() {
+	n.layout.Lock()
+	defer n.layout.Unlock()
 	n.mu.Lock()
-	live := make(map[digest.Digest]bool) // named
+	live, kept := n.named()
+	var unmount, drop []*rootfs
+	for chain, r := range n.rootfs {
+		if !live[chain] && r.mounted {
+			unmount = append(unmount, r)
+		}
+		if !kept[chain] {
+			drop = append(drop, r)
+		}
+	}
+	n.mu.Unlock()
+	for _, r := range unmount {
+		err := n.unmount(r)
+		if err == nil {
+			continue
+		}
+		n.log.Warn("unmount a rootfs that nothing uses", "rootfs", r.rec.ChainID, "error", err)
+		// Nobody brings what it lacks.
+		n.mu.Lock()
+		if r.arena != nil && r.filling == nil {
+			r.arena.Fail(errRemoved)
+		}
+		n.mu.Unlock()
+	}
+	for _, r := range drop {
+		n.mu.Lock()
+		free := r.users == 0 && !r.mounted
+		if free {
+			delete(n.rootfs, r.rec.ChainID)
+		}
+		n.mu.Unlock()
+		if free {
+			n.discard(r)
+		}
+	}
+}
+
+// named returns the rootfs that an image, a container or a pull names, and those
+// and whatever else must stay because of them: arenas that they use, and
+// arenas that those rootfs use, so that one which is kept for its arena can be
+// mounted again when its image is pulled again. Called with Node.mu held.
+func (n *Node) named() (live, kept map[digest.Digest]bool) {
+	live = make(map[digest.Digest]bool)
 	for _, img := range n.images {
 		live[img.ChainID] = true
 	}
 	for _, c := range n.containers {
 		live[c.ChainID] = true
 	}
+	for chain := range n.holds {
+		live[chain] = true
+	}
 	for chain, r := range n.rootfs {
 		if r.users > 0 || r.filling != nil {
 			live[chain] = true
 		}
 	}
-	lent := make(map[digest.Digest]bool) // their arenas are used by live ones
-	for chain := range live {
+	kept = make(map[digest.Digest]bool)
+	var keep func(chain digest.Digest)
+	keep = func(chain digest.Digest) {
+		if kept[chain] {
+			return
+		}
+		kept[chain] = true
 		if r := n.rootfs[chain]; r != nil {
 			for _, c := range r.rec.Arenas {
-				lent[c] = true
+				keep(c)
 			}
 		}
 	}
-	var unmount, drop []*rootfs
-	for chain, r := range n.rootfs {
-		if live[chain] {
-			continue
-		}
-		if r.mounted {
-			unmount = append(unmount, r)
-			r.mounted = false
-		}
-		if !lent[chain] {
-			drop = append(drop, r)
-			delete(n.rootfs, chain)
-		}
+	for chain := range live {
+		keep(chain)
 	}
-	n.mu.Unlock()
-	for _, r := range unmount {
-		if err := kernel.Unmount(r.path("mnt"), false); err != nil {
-			n.log.Warn("unmount a rootfs that nothing uses", "rootfs", r.rec.ChainID, "error", err)
-		}
-	}
-	for _, r := range drop {
-		n.discard(r)
-	}
+	return live, kept
 }
 
 // lookup returns an image's rootfs, kept from being removed until release.
@@ -140,7 +217,7 @@ func (n *Node) lookup(name string) (r *rootfs, release func(), err error) {
 	r.users++
 	return r, func() {
 		n.mu.Lock()
-		r.users--
+		r.letGo()
 		n.mu.Unlock()
 		n.collect()
 	}, nil

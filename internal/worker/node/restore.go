@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 
 	"github.com/opencontainers/go-digest"
 
@@ -41,46 +42,68 @@ func (n *Node) restore(held map[string]*os.File) error {
 		mounted[m.Target] = true
 	}
 	n.loadRootfs(mounted)
-	unmounted := make(map[digest.Digest]bool)
-	tocs := make(map[digest.Digest]*restored)
+	lost := make(map[digest.Digest]bool)
+	read := make(map[digest.Digest]*restored)
 	for chain, r := range n.rootfs {
-		r.mounted = mounted[r.path("mnt")]
 		if r.rec.Complete {
 			n.releaseLeft(r, held)
 			continue
 		}
-		if err := n.reopen(r, held, tocs); err != nil {
-			r.broken = err
-			n.warn("rootfs %s cannot be restored: %v", chain, err)
-			continue
+		if r.broken == nil {
+			if err := n.reopen(r, held, read); err != nil {
+				r.broken = err
+				n.warn("rootfs %s cannot be restored: %v", chain, err)
+			}
 		}
-		if r.mounted && n.gateLost {
-			unmounted[chain] = true
+		if r.broken != nil && !r.mounted {
+			// Nobody reads what is absent from it, but others may have contents
+			// in its arena.
+			n.releaseLeft(r, held)
+		}
+		if r.broken == nil && r.mounted && n.gateLost {
+			lost[chain] = true
 		}
 	}
-	n.checkLent()
+	n.checkLent(read)
 	n.dropLeft(held)
-	n.remount(unmounted, tocs)
+	n.remount(lost, read)
 	if err := n.gate.Start(); err != nil {
 		return err
 	}
+	n.mu.Lock()
+	n.restored = true
+	n.mu.Unlock()
 	n.collect()
 	n.mu.Lock()
 	var again []*image
+	named := make(map[digest.Digest]bool)
 	for _, img := range n.images {
+		named[img.ChainID] = true
 		if r := n.rootfs[img.ChainID]; r == nil || !r.rec.Complete || r.broken != nil {
 			again = append(again, img)
 		}
 	}
+	for chain, r := range n.rootfs {
+		if r.arena != nil && !named[chain] {
+			// A container may be on it all the same: a tag has moved since.
+			r.arena.Fail(errors.New("no image names this rootfs any more, so nothing brings what it lacks"))
+		}
+	}
 	n.mu.Unlock()
-	for _, img := range again {
+	n.goOn(again)
+	return nil
+}
+
+// goOn starts the pulls of images that are not complete, by digest: a tag may
+// have moved.
+func (n *Node) goOn(images []*image) {
+	for _, img := range images {
 		n.log.Info("going on with the pull of an image", "ref", img.Ref, "digest", img.Digest)
 		req := api.PullRequest{Ref: img.Ref, Platform: img.Platform, PlainHTTP: img.Plain}
 		if _, err := n.startPull(req, img.Digest); err != nil {
-			n.warn("go on with the pull of %s: %v", img.Ref, err)
+			n.log.Warn("go on with the pull of an image", "ref", img.Ref, "error", err)
 		}
 	}
-	return nil
 }
 
 // restored is what is read of an incomplete rootfs, for as long as it is needed.
@@ -97,20 +120,44 @@ func (n *Node) loadRootfs(mounted map[string]bool) {
 		n.warn("list %s: %v", dir, err)
 		return
 	}
+	bad := make(map[*rootfs]error)
 	for _, e := range names {
-		r := &rootfs{dir: filepath.Join(dir, e.Name())}
+		r := &rootfs{dir: filepath.Join(dir, e.Name()), ready: make(chan struct{}), committed: true}
+		close(r.ready)
+		r.mounted = mounted[r.path("mnt")]
 		err := r.load()
 		if err == nil && r.rec.ChainID.Encoded() != e.Name() {
 			err = fmt.Errorf("it is the record of %s", r.rec.ChainID)
 		}
 		if err == nil {
 			n.rootfs[r.rec.ChainID] = r
+		} else {
+			bad[r] = err
+		}
+	}
+	lends := make(map[digest.Digest]bool)
+	for _, r := range n.rootfs {
+		for _, c := range r.rec.Arenas {
+			lends[c] = true
+		}
+	}
+	for r, err := range bad {
+		chain := digest.NewDigestFromEncoded(digest.SHA256, filepath.Base(r.dir))
+		if lends[chain] {
+			// Others need its arena.
+			if r.rec.ChainID != chain {
+				r.rec = rootfsRecord{ChainID: chain}
+			}
+			r.broken = err
+			n.rootfs[chain] = r
+			n.warn("rootfs %s cannot be used, but its arena is by others: %v", chain, err)
 			continue
 		}
+		r.contents.close()
 		if !errors.Is(err, os.ErrNotExist) {
-			n.warn("rootfs %s cannot be used and is removed: %v; pull its image again", e.Name(), err)
+			n.warn("rootfs %s cannot be used and is removed: %v; pull its image again", chain, err)
 		}
-		if mounted[r.path("mnt")] {
+		if r.mounted {
 			if err := kernel.Unmount(r.path("mnt"), true); err != nil {
 				n.warn("unmount what is left of a rootfs: %v", err)
 				continue
@@ -141,19 +188,15 @@ func (r *rootfs) load() error {
 		return nil
 	}
 	// It is derived: make it again.
-	t, err := r.loadTOC()
+	have, err := r.read()
 	if err != nil {
 		return err
 	}
-	place, err := r.loadPlacement(t)
+	l, err := r.layout(have.toc, have.place)
 	if err != nil {
 		return err
 	}
-	l, err := r.layout(t, place)
-	if err != nil {
-		return err
-	}
-	if err := writeContents(r.path("contents"), t, l); err != nil {
+	if err := writeContents(r.path("contents"), have.toc, l); err != nil {
 		return err
 	}
 	r.contents, err = openContents(r.path("contents"))
@@ -161,21 +204,17 @@ func (r *rootfs) load() error {
 }
 
 // reopen opens the arena of an incomplete rootfs and puts it behind the gate.
-func (n *Node) reopen(r *rootfs, held map[string]*os.File, tocs map[digest.Digest]*restored) error {
-	t, err := r.loadTOC()
+func (n *Node) reopen(r *rootfs, held map[string]*os.File, read map[digest.Digest]*restored) error {
+	have, err := r.read()
 	if err != nil {
 		return err
 	}
-	place, err := r.loadPlacement(t)
-	if err != nil {
-		return err
-	}
-	tocs[r.rec.ChainID] = &restored{t, place}
-	r.setPresence(t, place)
+	read[r.rec.ChainID] = have
+	r.setPresence(have.toc, have.place)
 	if r.rec.own() < 0 {
 		return nil
 	}
-	l, err := r.layout(t, place)
+	l, err := r.layout(have.toc, have.place)
 	if err != nil {
 		return err
 	}
@@ -192,14 +231,17 @@ func (n *Node) reopen(r *rootfs, held map[string]*os.File, tocs map[digest.Diges
 		n.warn("arena of rootfs %s: %s; what is missing is pulled again", r.rec.ChainID, why)
 	}
 	if err := n.gate.Guard(r.name(), a.File(), &backing{n: n, r: r, arena: a}); err != nil {
+		delete(held, gate.KeptArena+r.name())
 		return errors.Join(err, a.Close())
 	}
 	r.arena = a
 	return nil
 }
 
-// releaseLeft finishes what finish had begun: the rootfs is complete and
-// recorded so, but its arena was still behind the gate when the daemon died.
+// releaseLeft takes an arena from behind the gate from which nobody reads what
+// is absent. Most often that finishes what finish had begun: the rootfs is
+// complete and recorded so, but its arena was still behind the gate when the
+// daemon died.
 func (n *Node) releaseLeft(r *rootfs, held map[string]*os.File) {
 	name := r.name()
 	f := held[gate.KeptArena+name]
@@ -209,41 +251,44 @@ func (n *Node) releaseLeft(r *rootfs, held map[string]*os.File) {
 	err := n.gate.Guard(name, f, complete{})
 	if err == nil {
 		err = errors.Join(n.gate.Release(name), f.Close())
+		delete(held, gate.KeptArena+name)
 	}
 	if err != nil {
-		n.warn("take the complete arena of rootfs %s from behind the gate: %v; reads of it go through the daemon until it is", r.rec.ChainID, err)
+		n.warn("take the arena of rootfs %s from behind the gate: %v; reads of it go through the daemon until it is", r.rec.ChainID, err)
 	}
 }
 
 // checkLent finds rootfs that use contents in place which are not there any
-// more: a reboot took what was not durable from an arena that lends. Such a
-// rootfs is made anew. It is not mounted: a mount is proof that there was no
-// reboot.
-func (n *Node) checkLent() {
+// more: a reboot took what was not durable from an arena that lends, or a damage.
+// Such a rootfs is made anew when nobody uses it, else it is reported.
+func (n *Node) checkLent(read map[digest.Digest]*restored) {
 	for chain, r := range n.rootfs {
-		if r.rec.Complete || r.mounted || r.broken != nil {
+		if r.rec.Complete || r.broken != nil {
 			continue
 		}
-		why := ""
-		for _, c := range r.rec.Arenas {
-			other := n.rootfs[c]
-			if other == nil || other.broken != nil {
-				why = fmt.Sprintf("rootfs %s, which holds some of its contents, is gone", c)
-			} else if other != r && !other.rec.Complete {
-				why = fmt.Sprintf("rootfs %s, which holds some of its contents, was not complete", c)
-			}
-		}
-		if why == "" {
+		err := n.lentAbsent(r, read[chain])
+		if err == nil {
 			continue
 		}
-		n.log.Info("a rootfs is laid out anew", "rootfs", chain, "why", why)
+		used := r.mounted
+		for other, o := range n.rootfs {
+			used = used || other != chain && slices.Contains(o.rec.Arenas, chain)
+		}
+		if used {
+			r.broken = err
+			n.warn("rootfs %s cannot be restored: %v", chain, err)
+			continue
+		}
+		n.log.Info("a rootfs is laid out anew", "rootfs", chain, "why", err)
 		delete(n.rootfs, chain)
 		n.discard(r)
 	}
 }
 
-// remount mounts what is not mounted, and mounts anew what lost its gate.
-func (n *Node) remount(lost map[digest.Digest]bool, tocs map[digest.Digest]*restored) {
+// remount mounts what is named and not mounted, and mounts anew what lost its
+// gate.
+func (n *Node) remount(lost map[digest.Digest]bool, read map[digest.Digest]*restored) {
+	live, _ := n.named()
 	for chain, r := range n.rootfs {
 		if r.broken != nil {
 			continue
@@ -265,10 +310,10 @@ func (n *Node) remount(lost map[digest.Digest]bool, tocs map[digest.Digest]*rest
 			}
 			r.mounted = false
 		}
-		if r.mounted {
+		if r.mounted || !live[chain] {
 			continue
 		}
-		if err := n.mountAgain(r, tocs[chain]); err != nil {
+		if err := n.mountAgain(r, read[chain]); err != nil {
 			r.broken = err
 			n.warn("rootfs %s cannot be mounted again: %v", chain, err)
 		}
@@ -281,11 +326,7 @@ func (n *Node) mountAgain(r *rootfs, have *restored) error {
 	got, err := fileSum(r.path("meta.erofs"))
 	if err != nil || got != r.rec.Meta {
 		if have == nil {
-			have = new(restored)
-			if have.toc, err = r.loadTOC(); err != nil {
-				return err
-			}
-			if have.place, err = r.loadPlacement(have.toc); err != nil {
+			if have, err = r.read(); err != nil {
 				return err
 			}
 		}

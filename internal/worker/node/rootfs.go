@@ -1,6 +1,7 @@
 package node
 
 import (
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"encoding/binary"
@@ -11,15 +12,18 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"slices"
 	"time"
 
 	"github.com/opencontainers/go-digest"
+	"golang.org/x/sys/unix"
 
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/format/toc"
 	"hydrofoil.dev/foil/internal/kernel"
 	"hydrofoil.dev/foil/internal/worker/arena"
 	"hydrofoil.dev/foil/internal/worker/erofs"
+	"hydrofoil.dev/foil/internal/worker/gate"
 )
 
 // rootfs is one flattened filesystem on the worker, in a directory of its own,
@@ -38,14 +42,100 @@ type rootfs struct {
 	dir string
 	rec rootfsRecord
 
-	// The rest is guarded by Node.mu.
-	arena    *arena.Arena  // its own, open while it is incomplete
-	present  func() []byte // while incomplete: bundle.Have.Present of it
+	// contents lists what its own arena holds; nil when that is not known. It is
+	// not written to before the rootfs is discarded.
 	contents *contents
-	mounted  bool
-	filling  *pull // that fills it now
-	users    int   // pulls that use its arena; it is not removed while there are any
-	broken   error // why nothing may be served from it
+	// kept is the descriptor of an arena that could not be opened again but may
+	// be marked still: no other one can be read.
+	kept *os.File
+	// ready is closed when the mount that made it has ended, well or not.
+	ready chan struct{}
+
+	// The rest, and rec.Complete, is guarded by Node.mu.
+	arena     *arena.Arena  // its own, open while it is incomplete
+	retired   *arena.Arena  // the same after that, while somebody may read it
+	present   func() []byte // while incomplete: bundle.Have.Present of it
+	committed bool          // its record is on the disk: a new daemon will know it
+	mounted   bool
+	filling   *pull // that fills it now
+	users     int   // pulls and others that use it; it is not removed while there are any
+	broken    error // why nothing may be served from it
+}
+
+// isReady reports whether nobody is making its first mount.
+func (r *rootfs) isReady() bool {
+	select {
+	case <-r.ready:
+		return true
+	default:
+		return false
+	}
+}
+
+// letGo ends what made users grow. Called with Node.mu held.
+func (r *rootfs) letGo() {
+	if r.users--; r.users == 0 {
+		r.closeRetired()
+	}
+}
+
+// closeRetired closes the arena of a complete rootfs. Called with Node.mu held.
+func (r *rootfs) closeRetired() {
+	if r.retired != nil {
+		_ = r.retired.Close()
+		r.retired = nil
+	}
+}
+
+// holder returns what tells whether [off, off+size) of the rootfs's own arena is
+// here. Called with Node.mu held; it may be used while the rootfs is.
+func (r *rootfs) holder() func(off, size int64) bool {
+	switch {
+	case r.rec.Complete:
+		return func(int64, int64) bool { return true }
+	case r.arena != nil:
+		return r.arena.Present
+	}
+	return func(int64, int64) bool { return false }
+}
+
+// reader returns what reads the rootfs's own arena: one behind the gate through
+// the descriptor that the gate leaves alone, which stays open while the rootfs
+// is used; a complete one as any file is read. Called with Node.mu held.
+func (r *rootfs) reader() *arenaReader {
+	a := r.arena
+	if a == nil {
+		a = r.retired
+	}
+	if a != nil {
+		return &arenaReader{ReaderAt: a.File()}
+	}
+	return &arenaReader{path: r.path("arena")}
+}
+
+// arenaReader opens its file at the first read.
+type arenaReader struct {
+	io.ReaderAt
+	path string
+	file *os.File
+}
+
+func (a *arenaReader) ReadAt(b []byte, off int64) (int, error) {
+	if a.ReaderAt == nil {
+		f, err := os.Open(a.path)
+		if err != nil {
+			return 0, err
+		}
+		a.ReaderAt, a.file = f, f
+	}
+	return a.ReaderAt.ReadAt(b, off)
+}
+
+func (a *arenaReader) Close() error {
+	if a.file == nil {
+		return nil
+	}
+	return a.file.Close()
 }
 
 // rootfsRecord is rootfs.json.
@@ -77,6 +167,17 @@ func (n *Node) rootfsDir(chain digest.Digest) string {
 // placement says for every content of a TOC which arena holds it: an index into
 // rootfsRecord.Arenas. On disk: 2 bytes a content, little-endian.
 type placement []uint16
+
+// in lists the contents in one arena.
+func (p placement) in(arena int) []int32 {
+	var list []int32
+	for c, d := range p {
+		if int(d) == arena {
+			list = append(list, int32(c))
+		}
+	}
+	return list
+}
 
 func (p placement) encode() []byte {
 	b := make([]byte, 0, 2*len(p))
@@ -110,8 +211,11 @@ func (r *rootfsRecord) own() int {
 	return -1
 }
 
-func (r *rootfs) save() error {
-	b, err := json.MarshalIndent(r.rec, "", "\t")
+func (r *rootfs) save() error { return r.write(&r.rec) }
+
+// write replaces the record on the disk.
+func (r *rootfs) write(rec *rootfsRecord) error {
+	b, err := json.MarshalIndent(rec, "", "\t")
 	if err != nil {
 		return err
 	}
@@ -127,9 +231,10 @@ func sum(b []byte) string {
 // behind the gate. From then on frames can be written to it. mountRootfs does
 // the rest. encoded is the TOC as it came.
 //
-// A content that another arena holds whole is used in place.
+// A content that another arena holds whole is used in place. Called with
+// Node.layout held.
 func (n *Node) createRootfs(chain digest.Digest, encoded []byte, t *toc.TOC, p *pull) (_ *rootfs, _ placement, err error) {
-	r := &rootfs{dir: n.rootfsDir(chain), filling: p}
+	r := &rootfs{dir: n.rootfsDir(chain), filling: p, ready: make(chan struct{})}
 	r.rec = rootfsRecord{
 		Version: rootfsVersion,
 		ChainID: chain,
@@ -155,6 +260,7 @@ func (n *Node) createRootfs(chain digest.Digest, encoded []byte, t *toc.TOC, p *
 	if err := os.WriteFile(r.path("toc"), encoded, 0o600); err != nil {
 		return nil, nil, err
 	}
+	n.at("toc")
 
 	place := n.place(r, t, p)
 	own := r.rec.own()
@@ -180,10 +286,12 @@ func (n *Node) createRootfs(chain digest.Digest, encoded []byte, t *toc.TOC, p *
 	if r.arena, err = arena.Create(r.dir, layout); err != nil {
 		return nil, nil, err
 	}
+	n.at("arena")
 	// Before anything opens it for reading.
 	if err := n.gate.Guard(r.name(), r.arena.File(), &backing{n: n, r: r, arena: r.arena}); err != nil {
 		return nil, nil, err
 	}
+	n.at("guarded")
 	return r, place, nil
 }
 
@@ -199,18 +307,16 @@ func (n *Node) place(r *rootfs, t *toc.TOC, p *pull) placement {
 	}
 	id := func(c int32) *segment.ID { return &t.Contents[c].ID }
 	sortByID(left, id)
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	for _, other := range n.rootfs {
-		if len(left) == 0 || len(r.rec.Arenas) == maxArenas {
+	for _, other := range n.lenders(p) {
+		if len(left) == 0 || len(r.rec.Arenas) == maxArenas-1 {
 			break
 		}
-		if other.contents == nil || other.broken != nil {
-			continue
-		}
+		n.mu.Lock()
+		holds := other.holder()
+		n.mu.Unlock()
 		device, found := uint16(len(r.rec.Arenas)), false
 		other.contents.join(left, id, func(c int32, off int64, piece bool) {
-			if !piece && other.holds(off, t.Contents[c].Size) {
+			if !piece && holds(off, t.Contents[c].Size) {
 				place[c], found = device, true
 			}
 		})
@@ -218,7 +324,6 @@ func (n *Node) place(r *rootfs, t *toc.TOC, p *pull) placement {
 			continue
 		}
 		r.rec.Arenas = append(r.rec.Arenas, other.rec.ChainID)
-		p.use(other)
 		rest := left[:0]
 		for _, c := range left {
 			if place[c] == unplaced {
@@ -237,18 +342,31 @@ func (n *Node) place(r *rootfs, t *toc.TOC, p *pull) placement {
 	return place
 }
 
+// lenders returns the rootfs whose arenas p may use in place, those first that
+// hold the most, and keeps them for it. One that a new daemon would not find
+// again lends nothing.
+func (n *Node) lenders(p *pull) []*rootfs {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	var list []*rootfs
+	for _, r := range n.rootfs {
+		if r.contents != nil && r.broken == nil && r.committed {
+			p.use(r)
+			list = append(list, r)
+		}
+	}
+	slices.SortFunc(list, func(a, b *rootfs) int {
+		if c := cmp.Compare(b.contents.len(), a.contents.len()); c != 0 {
+			return c
+		}
+		return cmp.Compare(a.rec.ChainID, b.rec.ChainID)
+	})
+	return list
+}
+
 // maxArenas bounds the devices of one mount. The format allows 65,535; each
 // costs the mount an open file.
 const maxArenas = 1000
-
-// holds reports whether [off, off+size) of the rootfs's own arena is here.
-// Called with Node.mu held.
-func (r *rootfs) holds(off, size int64) bool {
-	if r.rec.Complete {
-		return true
-	}
-	return r.arena != nil && r.arena.Present(off, size)
-}
 
 // name is what gate and keeper know the arena by.
 func (r *rootfs) name() string { return r.rec.ChainID.Encoded() }
@@ -261,10 +379,26 @@ func (n *Node) mountRootfs(r *rootfs, t *toc.TOC, place placement) error {
 		return fmt.Errorf("metadata image of rootfs %s: %w", r.rec.ChainID, err)
 	}
 	r.rec.Meta = meta
+	n.at("meta")
 	if err := r.save(); err != nil {
 		return err
 	}
+	n.at("saved")
+	n.mu.Lock()
+	r.committed = true
+	n.mu.Unlock()
 	return n.mount(r)
+}
+
+// unmount takes the mount of a rootfs away, unless somebody uses it.
+func (n *Node) unmount(r *rootfs) error {
+	if err := kernel.Unmount(r.path("mnt"), false); err != nil && !errors.Is(err, unix.EINVAL) && !errors.Is(err, unix.ENOENT) { // EINVAL: not mounted
+		return err
+	}
+	n.mu.Lock()
+	r.mounted = false
+	n.mu.Unlock()
+	return nil
 }
 
 // mount mounts what is on the disk.
@@ -283,7 +417,8 @@ func (n *Node) mount(r *rootfs) error {
 }
 
 // writeMeta writes meta.erofs and returns its SHA-256. The file is derived: it
-// need not be durable, its digest is compared before it is believed.
+// need not be durable, its digest is compared before it is believed. It replaces
+// what is there, which an old mount may go on using.
 func (n *Node) writeMeta(r *rootfs, t *toc.TOC, place placement) (string, error) {
 	offsets := make([]int64, len(t.Contents))
 	opts := erofs.Options{}
@@ -302,12 +437,7 @@ func (n *Node) writeMeta(r *rootfs, t *toc.TOC, place placement) (string, error)
 			return "", err
 		}
 		opts.Devices = append(opts.Devices, erofs.Device{Blocks: uint32(fi.Size() / arena.BlockSize)})
-		here := make([]int32, 0, len(t.Contents))
-		for k, d := range place {
-			if int(d) == i {
-				here = append(here, int32(k))
-			}
-		}
+		here := place.in(i)
 		id := func(c int32) *segment.ID { return &t.Contents[c].ID }
 		sortByID(here, id)
 		found := 0
@@ -324,7 +454,7 @@ func (n *Node) writeMeta(r *rootfs, t *toc.TOC, place placement) (string, error)
 	opts.Place = func(c int) erofs.Extent {
 		return erofs.Extent{Device: int(place[c]), Block: uint32(offsets[c] / arena.BlockSize)}
 	}
-	f, err := os.Create(r.path("meta.erofs"))
+	f, err := os.Create(r.path("meta.erofs.new"))
 	if err != nil {
 		return "", err
 	}
@@ -333,17 +463,37 @@ func (n *Node) writeMeta(r *rootfs, t *toc.TOC, place placement) (string, error)
 	if err := errors.Join(err, f.Close()); err != nil {
 		return "", err
 	}
+	if err := os.Rename(f.Name(), r.path("meta.erofs")); err != nil {
+		return "", err
+	}
 	return hex.EncodeToString(h.Sum(nil)), nil
 }
 
-// discard removes a rootfs that came to nothing.
+// discard removes a rootfs that came to nothing: it is not mounted, nothing
+// refers to it, and it is in no map. Called with Node.layout held.
 func (n *Node) discard(r *rootfs) {
+	// The record first: what a crash leaves is a leftover.
+	if err := os.Remove(r.path("rootfs.json")); err != nil && !errors.Is(err, os.ErrNotExist) {
+		n.log.Warn("remove what is left of a rootfs", "rootfs", r.rec.ChainID, "error", err)
+	}
+	n.at("discarding")
 	if r.arena != nil {
 		if err := n.gate.Release(r.name()); err != nil {
 			n.log.Debug("release a discarded arena", "rootfs", r.rec.ChainID, "error", err)
 		}
 		_ = r.arena.Close()
 		r.arena = nil
+	}
+	if r.retired != nil {
+		_ = r.retired.Close()
+		r.retired = nil
+	}
+	if r.kept != nil {
+		if err := n.keeper.Drop(n.ctx, gate.KeptArena+r.name()); err != nil {
+			n.log.Warn("take a descriptor from the keeper", "rootfs", r.rec.ChainID, "error", err)
+		}
+		_ = r.kept.Close()
+		r.kept = nil
 	}
 	r.contents.close()
 	if err := os.RemoveAll(r.dir); err != nil {

@@ -22,6 +22,14 @@ import (
 // the metadata image, and of every content what is here, segment by segment.
 // Bytes that have not arrived are counted, and are no error.
 func (n *Node) Verify(ctx context.Context, name string, emit func(api.VerifyEvent) error) error {
+	leave, err := n.enter()
+	if err != nil {
+		return err
+	}
+	defer leave()
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	defer context.AfterFunc(n.ctx, func() { cancel(errStopping) })()
 	r, release, err := n.lookup(name)
 	if err != nil {
 		return err
@@ -55,13 +63,7 @@ func (n *Node) Verify(ctx context.Context, name string, emit func(api.VerifyEven
 	}
 	v := verifier{n: n, t: t, ev: &ev, emit: emit, buf: make([]byte, segment.MaxLength)}
 	for i, chain := range r.rec.Arenas {
-		if err := v.arena(ctx, chain, func(yield func(int32)) {
-			for c, d := range place {
-				if int(d) == i {
-					yield(int32(c))
-				}
-			}
-		}); err != nil {
+		if err := v.arena(ctx, chain, place.in(i)); err != nil {
 			return err
 		}
 	}
@@ -86,43 +88,37 @@ type verifier struct {
 }
 
 // arena verifies the contents that lie in the arena of one rootfs.
-func (v *verifier) arena(ctx context.Context, chain digest.Digest, contents func(func(int32))) error {
+func (v *verifier) arena(ctx context.Context, chain digest.Digest, here []int32) (failed error) {
 	v.n.mu.Lock()
 	r := v.n.rootfs[chain]
-	v.n.mu.Unlock()
-	if r == nil {
+	if r == nil || r.contents == nil {
+		v.n.mu.Unlock()
 		return errorf(api.CodeCorrupt, "the arena of rootfs %s is gone: remove the image with `foil rm` and pull it again", chain)
 	}
-	// A complete arena is read as any file is. One that is not is read through
-	// the descriptor that the gate leaves alone.
-	v.n.mu.Lock()
-	a := r.arena
+	r.users++
+	file, present := r.reader(), r.holder()
 	v.n.mu.Unlock()
-	var file io.ReaderAt
-	present := func(off, n int64) bool { return true }
-	if a != nil {
-		file, present = a.File(), a.Present
-	} else {
-		f, err := os.Open(r.path("arena"))
-		if err != nil {
-			return err
-		}
-		defer f.Close()
-		file = f
-	}
-	var here []int32
-	contents(func(c int32) { here = append(here, c) })
+	defer func() {
+		failed = errors.Join(failed, file.Close())
+		v.n.mu.Lock()
+		defer v.n.mu.Unlock()
+		r.letGo()
+	}()
 	id := func(c int32) *segment.ID { return &v.t.Contents[c].ID }
 	sortByID(here, id)
-	var failed error
+	found := 0
 	r.contents.join(here, id, func(c int32, off int64, piece bool) {
 		if piece || failed != nil {
 			return
 		}
-		if failed = ctx.Err(); failed == nil {
+		found++
+		if failed = context.Cause(ctx); failed == nil {
 			failed = v.content(file, c, off, present)
 		}
 	})
+	if failed == nil && found != len(here) {
+		failed = errorf(api.CodeCorrupt, "the arena of rootfs %s holds %d of the %d contents placed in it: remove the image with `foil rm` and pull it again", chain, found, len(here))
+	}
 	return failed
 }
 
@@ -170,6 +166,16 @@ func (v *verifier) paths() map[int32]string {
 		})
 	}
 	return v.named
+}
+
+// read reads and verifies TOC and placement.
+func (r *rootfs) read() (*restored, error) {
+	t, err := r.loadTOC()
+	if err != nil {
+		return nil, err
+	}
+	place, err := r.loadPlacement(t)
+	return &restored{t, place}, err
 }
 
 // loadTOC reads and verifies a rootfs's TOC.

@@ -1,0 +1,164 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"os"
+
+	"github.com/opencontainers/go-digest"
+	"golang.org/x/sys/unix"
+
+	"hydrofoil.dev/foil/internal/worker/api"
+)
+
+// Held is the mounted rootfs of an image that somebody besides containers uses.
+type Held struct {
+	Ref      string        // the image's, in the normal form of package api
+	Digest   digest.Digest // of its manifest
+	Manifest []byte
+	Config   []byte
+	ChainID  digest.Digest
+	// Mount is where the rootfs is mounted, read-only. It stays there, also when
+	// daemons come and go, until the hold is released.
+	Mount string
+}
+
+// Has reports whether an image is here, or its pull has begun.
+func (n *Node) Has(name string) bool {
+	name, err := api.NormalRef(name)
+	if err != nil {
+		return false
+	}
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	p := n.pulls[name]
+	return n.images[name] != nil || p != nil && !p.ended()
+}
+
+// Hold pulls an image, or joins its pull, until its rootfs is mounted, and keeps
+// the image from being removed until Release is called as often. Holds are not
+// remembered: who has one takes it again from the next daemon, before requests
+// are served. When ctx ends, Hold returns and the pull goes on.
+func (n *Node) Hold(ctx context.Context, name string) (*Held, error) {
+	name, err := api.NormalRef(name)
+	if err != nil {
+		return nil, err
+	}
+	if h := n.holdMounted(name); h != nil {
+		return h, nil
+	}
+	leave, err := n.enter()
+	if err != nil {
+		return nil, err
+	}
+	defer leave()
+	p, err := n.startPull(api.PullRequest{Ref: name, Until: api.Mounted}, "")
+	if err != nil {
+		return nil, err
+	}
+	err = p.follow(ctx, api.Mounted, 0, func(ev api.Event) error {
+		if ev.Err != "" {
+			return &api.Error{Code: ev.Code, Message: ev.Err}
+		}
+		return nil
+	})
+	if err != nil {
+		return nil, err
+	}
+	if h := n.holdMounted(name); h != nil {
+		return h, nil
+	}
+	return nil, errorf(api.CodeConflict, "image %s was removed just when its rootfs had been mounted: pull it again", name)
+}
+
+// holdMounted returns nil unless the image's rootfs is mounted and well.
+func (n *Node) holdMounted(name string) *Held {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	img := n.images[name]
+	if img == nil || n.removing[name] || n.closing {
+		return nil
+	}
+	r := n.rootfs[img.ChainID]
+	if r == nil || !r.mounted || r.broken != nil {
+		return nil
+	}
+	if n.holds == nil {
+		n.holds = make(map[digest.Digest]int)
+	}
+	n.holds[img.ChainID]++
+	return &Held{
+		Ref:      img.Ref,
+		Digest:   img.Digest,
+		Manifest: img.Manifest,
+		Config:   img.Config,
+		ChainID:  img.ChainID,
+		Mount:    r.path("mnt"),
+	}
+}
+
+// Release ends a hold. What nothing else uses stays until an image is removed.
+func (n *Node) Release(chain digest.Digest) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.holds[chain]--; n.holds[chain] <= 0 {
+		delete(n.holds, chain)
+	}
+}
+
+// RootfsUsage returns what a rootfs takes on the disk: bytes that are allocated,
+// and files. What it uses in the arenas of others counts as theirs.
+func (n *Node) RootfsUsage(chain digest.Digest) (size, inodes int64, err error) {
+	dir := n.rootfsDir(chain)
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return 0, 0, err
+	}
+	for _, e := range entries {
+		if !e.Type().IsRegular() {
+			continue
+		}
+		var st unix.Stat_t
+		switch err := unix.Stat(dir+"/"+e.Name(), &st); {
+		case errors.Is(err, unix.ENOENT): // replaced meanwhile
+		case err != nil:
+			return 0, 0, fmt.Errorf("stat %s: %w", dir+"/"+e.Name(), err)
+		default:
+			size += st.Blocks * 512
+			inodes++
+		}
+	}
+	return size, inodes, nil
+}
+
+// OpenBlob asks an image's server for one of its blobs, as any client of a
+// registry would. The bytes are not verified.
+func (n *Node) OpenBlob(ctx context.Context, name string, blob digest.Digest) (io.ReadCloser, error) {
+	r, err := parseRef(name)
+	if err != nil {
+		return nil, err
+	}
+	n.mu.Lock()
+	plain := false
+	if img := n.images[r.name]; img != nil {
+		plain = img.Plain
+	}
+	n.mu.Unlock()
+	url := r.server(plain) + "/v2/" + r.repository + "/blobs/" + blob.String()
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
+	if err != nil {
+		return nil, err
+	}
+	resp, err := http.DefaultClient.Do(req)
+	if err != nil {
+		return nil, errorf(api.CodeUnavailable, "fetch blob %s of %s: %w", blob, name, err)
+	}
+	if resp.StatusCode != http.StatusOK {
+		_ = resp.Body.Close()
+		return nil, errorf(api.CodeUnavailable, "fetch blob %s of %s: %s answers %s", blob, name, r.host, resp.Status)
+	}
+	return resp.Body, nil
+}
