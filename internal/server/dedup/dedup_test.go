@@ -111,7 +111,7 @@ func lengths(n, each int) []int {
 
 func TestWhatWasAddedIsRead(t *testing.T) {
 	s := newStore(t)
-	ids, bodies := pieces(1, append(lengths(2000, 900), segment.MaxLength, 1, segment.FrameTarget, segment.FrameTarget-1, 300_000)...)
+	ids, bodies := pieces(1, append(lengths(2000, 900), segment.MaxLength, 1, segment.FrameAlone, segment.FrameAlone-1, 300_000)...)
 	ids, bodies = append(ids, segment.ID{}), append(bodies, make([]byte, 5)) // a hole: not stored
 	stats := publish(t, s, Options{PackSize: 256 << 10, Workers: 3}, ids, bodies)
 	if n := int64(len(ids) - 1); stats.Segments != n || stats.NewSegments != n {
@@ -296,7 +296,7 @@ func TestRebuildAndOrphans(t *testing.T) {
 func TestReadsVerify(t *testing.T) {
 	ctx := context.Background()
 	s := newStore(t)
-	ids, bodies := pieces(7, lengths(100, 3000)...)
+	ids, bodies := pieces(7, lengths(400, 3000)...)
 	publish(t, s, Options{}, ids, bodies)
 	key := keys(t, s)[0]
 	good, err := s.read(ctx, key, 0, must(s.Objects.Stat(ctx, key)))

@@ -170,7 +170,7 @@ func (w *Writer) flush() error {
 // place puts a new segment into a frame: a large one into its own, small ones
 // together in the order in which they come.
 func (w *Writer) place(s catalog.FrameSegment, b []byte) error {
-	if len(b) >= segment.FrameTarget {
+	if len(b) >= segment.FrameAlone {
 		f, err := w.take()
 		if err != nil {
 			return err
