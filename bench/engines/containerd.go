@@ -156,7 +156,8 @@ func (w *containerdWorker) ctr(ctx context.Context, args ...string) (string, err
 	return w.site.Run(ctx, w.side, w.tools.ctr, w.arguments(args...)...)
 }
 
-func (w *containerdWorker) pull(ctx context.Context, ref string) error {
+// Pull gets an image whole.
+func (w *containerdWorker) Pull(ctx context.Context, ref string) error {
 	args := []string{"images", "pull", "--plain-http", "--snapshotter", w.snapshotter}
 	if w.tools.major >= 2 {
 		args = append(args, "--local") // the way that 1.x has; the other takes no snapshotter
@@ -166,7 +167,7 @@ func (w *containerdWorker) pull(ctx context.Context, ref string) error {
 }
 
 func (w *containerdWorker) Provision(ctx context.Context, im Image, t *Trial) (*Container, error) {
-	if err := w.pull(ctx, im.Ref); err != nil {
+	if err := w.Pull(ctx, im.Ref); err != nil {
 		return nil, err
 	}
 	t.Mark(Pulled)

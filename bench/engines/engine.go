@@ -45,7 +45,7 @@ type Programs struct {
 // Preparation is what an engine needs done to an image before it can be pulled.
 type Preparation struct {
 	What    string        `json:"what"` // in words
-	Time    time.Duration `json:"time"`
+	Time    time.Duration `json:"time_ns"`
 	Storage int64         `json:"storage"` // bytes on the server, beyond the pushed layers
 }
 

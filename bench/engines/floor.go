@@ -23,7 +23,7 @@ import (
 // the fastest warm start of the same container, one round trip, and the bytes
 // that it touches before it is ready, compressed, at the link's rate.
 type Floor struct {
-	Warm       time.Duration `json:"warm"`
+	Warm       time.Duration `json:"warm_ns"`
 	Touched    int64         `json:"touched"`    // bytes of the pages that were read
 	Compressed int64         `json:"compressed"` // of those whose contents are new here, all in one zstd stream
 

@@ -22,14 +22,15 @@ const (
 	Started  Mark = "started"  // the container's process exists
 	Ready    Mark = "ready"    // the probe says so
 	Complete Mark = "complete" // nothing of the image is missing
+	Quiet    Mark = "quiet"    // the line is silent; its time is that of the last packet
 )
 
 // Point is what had happened at a moment. Bytes and packets are those that had
 // arrived at the other side, IP headers included.
 type Point struct {
-	Time        time.Duration `json:"time"` // since the command
-	Down        int64         `json:"down"` // bytes from the cloud to the edge
-	Up          int64         `json:"up"`   // and back
+	Time        time.Duration `json:"time_ns"` // since the command
+	Down        int64         `json:"down"`    // bytes from the cloud to the edge
+	Up          int64         `json:"up"`      // and back
 	DownPackets int64         `json:"down_packets"`
 	UpPackets   int64         `json:"up_packets"`
 }
@@ -136,8 +137,7 @@ func (t *Trial) watch() {
 }
 
 // Quiet waits until less than a packet has come down the line for a period, and
-// marks Complete when the last one came. For engines that do not say when they
-// are done; and for all, since what is still under way costs others.
+// marks when the last one came.
 func (t *Trial) Quiet(period time.Duration, m Mark) Point {
 	last := t.Now()
 	for {
@@ -156,13 +156,16 @@ func (t *Trial) Quiet(period time.Duration, m Mark) Point {
 	}
 }
 
+// Ago is how long ago the trial began.
+func (t *Trial) Ago() time.Duration { return time.Since(t.began) }
+
 // Outcome is what a trial came to.
 type Outcome struct {
 	Marks    map[Mark]Point `json:"marks"`
-	CPU      time.Duration  `json:"cpu"`    // processor time of the engine's processes
+	CPU      time.Duration  `json:"cpu_ns"` // processor time of the engine's processes
 	Memory   int64          `json:"memory"` // bytes, the sum of the peaks of its daemons' resident sets
 	Waits    int64          `json:"waits"`  // reads that had to wait until ready, if the engine tells
-	Waited   time.Duration  `json:"waited"`
+	Waited   time.Duration  `json:"waited_ns"`
 	Timeline []Point        `json:"timeline,omitempty"`
 }
 

@@ -22,7 +22,7 @@ func main() {
 		SilenceUsage:  true,
 		SilenceErrors: true,
 	}
-	root.AddCommand(linkCommand(), imagesCommand(), demoCommand())
+	root.AddCommand(linkCommand(), imagesCommand(), demoCommand(), runCommand())
 	err := root.ExecuteContext(ctx)
 	stop()
 	var exit *exec.ExitError

@@ -1,0 +1,130 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"os/exec"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"hydrofoil.dev/foil/bench/engines"
+	"hydrofoil.dev/foil/bench/images"
+	"hydrofoil.dev/foil/bench/run"
+	"hydrofoil.dev/foil/bench/site"
+)
+
+func runCommand() *cobra.Command {
+	var o run.Options
+	var rtts []string
+	var rates []string
+	cmd := &cobra.Command{
+		Use:   "run [flags]",
+		Short: "Measure provisioning: engines, images, links, repetitions",
+		Long: `Provisions every image with every engine over every link, several times, fresh
+and as an update, in an order that is shuffled each time. Each run becomes a
+file below --out; bench report draws them, bench compare compares two results.
+
+An interrupted run goes on when it is started again with the same --out. What is
+there is not run again, so that engines, images, links and repetitions can be
+added later; programs of another version want another --out.
+
+Engines: hydrofoil; overlayfs and erofs (containerd, a full pull); stargz; curl
+(the compressed layers, to nowhere). One whose programs are not found on PATH,
+or where an option says, is left out and reported as absent. The floor T* is
+always measured.`,
+		Example: `  bench run --images redis --runs 3 --out results
+  bench run --images redis,nginx,python --engines hydrofoil,overlayfs,stargz \
+      --rtt 0,50ms,150ms,300ms --rate 100mbit --runs 5 --out results`,
+		RunE: func(cmd *cobra.Command, _ []string) (err error) {
+			if os.Geteuid() != 0 {
+				return fmt.Errorf("bench run needs root: it makes namespaces, mounts and containers")
+			}
+			for _, text := range rtts {
+				rtt, err := time.ParseDuration(text)
+				if text == "0" {
+					rtt, err = 0, nil
+				}
+				if err != nil || rtt < 0 {
+					return fmt.Errorf("%q is no round-trip time; write 0, 50ms, 150ms, ...", text)
+				}
+				o.RTTs = append(o.RTTs, rtt)
+			}
+			for _, text := range rates {
+				var rate rateFlag
+				if err := rate.Set(text); err != nil {
+					return err
+				}
+				o.Rates = append(o.Rates, int64(rate))
+			}
+			if len(o.Images) == 1 && o.Images[0] == "all" {
+				if o.Images, err = allImages(); err != nil {
+					return err
+				}
+			}
+			if !site.Confined() {
+				return site.Confine()
+			}
+			o.Command, o.Commit = os.Args, commit(cmd.Context())
+			o.Log = func(line string) { fmt.Fprintln(os.Stderr, time.Now().Format("15:04:05"), line) }
+			return run.Run(cmd.Context(), o)
+		},
+	}
+	flags := cmd.Flags()
+	flags.StringSliceVar(&o.Images, "images", []string{"redis"}, "declared images, without tags, or all")
+	flags.StringSliceVar(&o.Engines, "engines", engineNames(), "engines to compare")
+	flags.StringSliceVar(&rtts, "rtt", []string{"0", "50ms", "150ms", "300ms"}, "round-trip times of the link")
+	flags.StringSliceVar(&rates, "rate", []string{"100mbit"}, "rates of the link; 0 is no limit")
+	flags.IntVar(&o.Runs, "runs", 5, "repetitions")
+	flags.DurationVar(&o.Load, "load", 2*time.Second, "how long a ready server is put under load (redis-benchmark, pgbench, wrk); 0 for not at all")
+	flags.StringVar(&o.Out, "out", "results", "directory of the results")
+	flags.StringVar(&o.Cache, "cache", "../.cache", "directory on a disk, for images and for workers")
+	flags.Uint64Var(&o.Seed, "seed", 1, "of the order of runs")
+	flags.StringVar(&o.Note, "note", "", "remark that the report shows, such as what else runs on the machine")
+	flags.BoolVar(&o.SkipUpdates, "skip-updates", false, "fresh provisioning only")
+	flags.BoolVar(&o.SkipCheck, "skip-check", false, "do not try the links first")
+	flags.BoolVar(&o.RetryFailed, "retry-failed", false, "make failed runs again")
+	flags.DurationVar(&o.Timeout, "timeout", 10*time.Minute, "of one run")
+	programFlags(cmd, &o.Programs)
+	return cmd
+}
+
+// programFlags say where programs are.
+func programFlags(cmd *cobra.Command, p *engines.Programs) {
+	cmd.Flags().StringVar(&p.Foil, "foil", "../bin/foil", "the foil binary")
+	cmd.Flags().StringVar(&p.Containerd, "containerd", "", "the containerd binary, with its ctr and shim beside it (default: on PATH)")
+	cmd.Flags().StringVar(&p.Stargz, "stargz", "", "directory of containerd-stargz-grpc and ctr-remote (default: on PATH)")
+}
+
+func engineNames() (names []string) {
+	for _, e := range engines.All() {
+		names = append(names, e.Name())
+	}
+	return names
+}
+
+func allImages() (names []string, err error) {
+	catalogue, err := images.Declared()
+	if err != nil {
+		return nil, err
+	}
+	seen := map[string]bool{}
+	for _, image := range catalogue.Images {
+		if !seen[image.Name] {
+			seen[image.Name] = true
+			names = append(names, image.Name)
+		}
+	}
+	return names, nil
+}
+
+// commit is that of the source tree that the benchmark is run in, if any.
+func commit(ctx context.Context) string {
+	out, err := exec.CommandContext(ctx, "git", "describe", "--always", "--dirty", "--abbrev=10").Output()
+	if err != nil {
+		return "unknown"
+	}
+	return strings.TrimSpace(string(out))
+}

@@ -1,0 +1,153 @@
+package run
+
+import (
+	"bufio"
+	"context"
+	"fmt"
+	"os"
+	"runtime"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"hydrofoil.dev/foil/bench/engines"
+	"hydrofoil.dev/foil/bench/results"
+)
+
+// record finds the engines, and writes down what is asked for; what was asked
+// for before, in the same directory, is asked for still.
+func (m *matrix) record(ctx context.Context) error {
+	now := results.Matrix{
+		Format: results.Format, Command: m.Command, Commit: m.Commit, Began: time.Now().UTC(), Host: host(), Note: m.Note,
+		Images: m.Images, RTTs: m.RTTs, Rates: m.Rates, Runs: m.Runs, Load: m.Load, Seed: m.Seed,
+	}
+	for _, name := range m.Engines {
+		e, err := engines.Named(name)
+		if err != nil {
+			return err
+		}
+		info := results.EngineInfo{Name: name}
+		if info.Version, err = e.Find(ctx, m.Programs); err != nil {
+			if name == "hydrofoil" {
+				return err
+			}
+			info.Absent = err.Error()
+			m.log("%s is left out: %v", name, err)
+		} else {
+			m.engines = append(m.engines, e)
+		}
+		if name == "hydrofoil" {
+			now.Foil = info.Version
+		}
+		now.Engines = append(now.Engines, info)
+	}
+	if len(m.engines) == 0 {
+		return fmt.Errorf("bench: none of the engines is here")
+	}
+	before, err := m.out.Matrix()
+	if results.Missing(err) {
+		return m.out.PutMatrix(now)
+	}
+	if err != nil {
+		return err
+	}
+	merged, err := merge(before, now)
+	if err != nil {
+		return fmt.Errorf("bench: %s: %w; choose another --out", m.out, err)
+	}
+	return m.out.PutMatrix(merged)
+}
+
+// merge adds what is asked for now to what was before. Results of two programs
+// or two machines do not belong into one directory.
+func merge(before, now results.Matrix) (results.Matrix, error) {
+	for _, same := range []struct{ what, before, now string }{
+		{"commit", before.Commit, now.Commit},
+		{"kernel", before.Host.Kernel, now.Host.Kernel},
+		{"load", before.Load.String(), now.Load.String()},
+	} {
+		if same.before != same.now {
+			return before, fmt.Errorf("there are results with another %s (%s, now %s)", same.what, same.before, same.now)
+		}
+	}
+	before.Command, before.Runs = now.Command, max(before.Runs, now.Runs)
+	for _, e := range now.Engines {
+		i := slices.IndexFunc(before.Engines, func(b results.EngineInfo) bool { return b.Name == e.Name })
+		if i < 0 {
+			before.Engines = append(before.Engines, e)
+			continue
+		}
+		if was := before.Engines[i]; was.Absent == "" && e.Absent == "" && was.Version != e.Version {
+			return before, fmt.Errorf("there are results with another %s (%s, now %s)", e.Name, was.Version, e.Version)
+		}
+		if e.Absent == "" {
+			before.Engines[i] = e
+		}
+	}
+	before.Images = union(before.Images, now.Images)
+	before.RTTs = union(before.RTTs, now.RTTs)
+	before.Rates = union(before.Rates, now.Rates)
+	if before.Foil == "" {
+		before.Foil = now.Foil
+	}
+	return before, nil
+}
+
+func union[T comparable](a, b []T) []T {
+	for _, v := range b {
+		if !slices.Contains(a, v) {
+			a = append(a, v)
+		}
+	}
+	return a
+}
+
+// host describes the machine; what cannot be found out stays empty.
+func host() results.Host {
+	h := results.Host{Cores: runtime.NumCPU()}
+	var uts unix.Utsname
+	if unix.Uname(&uts) == nil {
+		h.Kernel = unix.ByteSliceToString(uts.Release[:])
+	}
+	var info unix.Sysinfo_t
+	if unix.Sysinfo(&info) == nil {
+		h.Memory = int64(info.Totalram) * int64(info.Unit)
+	}
+	h.CPU = field("/proc/cpuinfo", "model name", ":")
+	h.Distribution = strings.Trim(field("/etc/os-release", "PRETTY_NAME", "="), `"`)
+	if text, err := os.ReadFile("/proc/sys/net/ipv4/tcp_congestion_control"); err == nil {
+		h.Congestion = strings.TrimSpace(string(text))
+	}
+	return h
+}
+
+// field is the value of the first line of a file that begins with name.
+func field(path, name, separator string) string {
+	f, err := os.Open(path)
+	if err != nil {
+		return ""
+	}
+	defer f.Close()
+	for lines := bufio.NewScanner(f); lines.Scan(); {
+		if key, value, ok := strings.Cut(lines.Text(), separator); ok && strings.TrimSpace(key) == name {
+			return strings.TrimSpace(value)
+		}
+	}
+	return ""
+}
+
+func loadAverage() float64 {
+	text, err := os.ReadFile("/proc/loadavg")
+	if err != nil {
+		return 0
+	}
+	first, _, _ := strings.Cut(string(text), " ")
+	load, err := strconv.ParseFloat(first, 64)
+	if err != nil {
+		return 0
+	}
+	return load
+}

@@ -1,0 +1,495 @@
+// Package run runs the matrix of a benchmark: engines, images, links and
+// repetitions.
+//
+// First, over a link without limits, each version of each image is pushed, each
+// engine prepares it, and its floor T* is measured. Then, for each repetition
+// and link, a new link is made and tried, and every image is provisioned by
+// every engine, in an order that is shuffled anew each time (by a seed), so that
+// no engine always follows the same other one.
+//
+// A session is a worker of one engine that is given one image fresh, and then
+// its next version as an update. Between the two its daemons are stopped and
+// started; before each, the page caches of the whole machine are dropped. What a
+// session left on the disk is removed before the next begins.
+//
+// Each run is written as a file when it has ended (package results). What is
+// there is not run again: an interrupted matrix goes on when it is started
+// again.
+package run
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"time"
+
+	"hydrofoil.dev/foil/bench/engines"
+	"hydrofoil.dev/foil/bench/images"
+	"hydrofoil.dev/foil/bench/link"
+	"hydrofoil.dev/foil/bench/results"
+	"hydrofoil.dev/foil/bench/site"
+	"hydrofoil.dev/foil/bench/workloads"
+)
+
+// Options are a matrix.
+type Options struct {
+	Programs engines.Programs
+	Engines  []string // by name
+	Images   []string // names of declared ones, without tags
+	RTTs     []time.Duration
+	Rates    []int64 // bits a second, 0 is no limit
+	Runs     int
+	Load     time.Duration // how long a ready server is put under load; 0: not at all
+	Out      string        // result directory
+	Cache    string        // directory on a disk: images are kept there, and workers live there
+	Seed     uint64
+	Command  []string // of the caller, for the record
+	Commit   string   // the same
+	Note     string   // the same
+	// SkipUpdates leaves out second versions.
+	SkipUpdates bool
+	// SkipCheck does not try each link first, which takes some seconds.
+	SkipCheck bool
+	// RetryFailed makes those runs again that failed.
+	RetryFailed bool
+	// Timeout ends a run; 10 minutes if 0.
+	Timeout time.Duration
+	Log     func(line string)
+}
+
+// matrix is a benchmark under way.
+type matrix struct {
+	Options
+	out      results.Dir
+	dir      string // scratch
+	registry string // the server's root, kept until everything is done
+	engines  []engines.Engine
+	images   [][]engines.Image // by image, its versions
+	progress *progress
+}
+
+// Run runs what of a matrix has not been run yet. It must run inside
+// site.Confine.
+func Run(ctx context.Context, o Options) (err error) {
+	if err := site.Furnish(); err != nil {
+		return err
+	}
+	if o.Timeout == 0 {
+		o.Timeout = 10 * time.Minute
+	}
+	for _, path := range []*string{&o.Out, &o.Cache, &o.Programs.Foil} {
+		if *path, err = filepath.Abs(*path); err != nil {
+			return fmt.Errorf("bench: %w", err)
+		}
+	}
+	m := &matrix{Options: o, out: results.Dir(o.Out)}
+	if err := m.record(ctx); err != nil {
+		return err
+	}
+	if err := m.build(ctx); err != nil {
+		return err
+	}
+	if m.dir, err = site.Scratch(o.Cache, "run-"); err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, site.RemoveTree(m.dir)) }()
+	m.registry = filepath.Join(o.Out, "registry")
+	if err := m.prepare(ctx); err != nil {
+		return err
+	}
+	rounds := m.plan()
+	for _, r := range rounds {
+		if err := m.round(ctx, r); err != nil {
+			return err
+		}
+	}
+	// Everything has been run: what is pushed is of no more use.
+	return site.RemoveTree(m.registry)
+}
+
+func (m *matrix) log(format string, args ...any) {
+	if m.Log != nil {
+		m.Log(fmt.Sprintf(format, args...))
+	}
+}
+
+// build makes the images that are not there yet, and looks at their probes.
+func (m *matrix) build(ctx context.Context) error {
+	catalogue, err := images.Declared()
+	if err != nil {
+		return err
+	}
+	builder := images.Builder{Cache: filepath.Join(m.Cache, "images"), Log: m.Log}
+	for _, name := range m.Images {
+		var versions []engines.Image
+		for _, image := range catalogue.Images {
+			if image.Name != name || m.SkipUpdates && len(versions) > 0 {
+				continue
+			}
+			ref := image.Name + ":" + image.Tag
+			ready, err := site.ParseReadiness(image.Probe, name == "redis")
+			if err != nil {
+				return fmt.Errorf("%s: %w", ref, err)
+			}
+			built, err := builder.Build(ctx, catalogue, ref)
+			if err != nil {
+				return err
+			}
+			versions = append(versions, engines.Image{Name: ref, Ref: engines.RegistryAddr + "/" + ref, Built: built, Ready: ready})
+		}
+		if len(versions) == 0 {
+			return fmt.Errorf("bench: no image is called %q; `bench images` lists those that are declared", name)
+		}
+		m.images = append(m.images, versions)
+	}
+	return nil
+}
+
+// prepare pushes images, has every engine prepare them, and measures floors.
+func (m *matrix) prepare(ctx context.Context) (err error) {
+	if m.prepared() {
+		return nil
+	}
+	return m.at(ctx, link.Options{}, func(s *site.Site) error {
+		full := (&engines.Containerd{Snapshotter: "overlayfs"}).Worker(s, m.Programs, filepath.Join(s.Dir, "full"))
+		if err := full.Start(ctx); err != nil {
+			return err
+		}
+		defer func() { err = errors.Join(err, full.Stop()) }()
+		for _, versions := range m.images {
+			var earlier *engines.Floor
+			for _, im := range versions {
+				done, err := m.prepareImage(ctx, s, full, im, earlier)
+				if err != nil {
+					return fmt.Errorf("prepare %s: %w", im.Name, err)
+				}
+				earlier = &done.Floor
+			}
+		}
+		return nil
+	})
+}
+
+// prepared reports whether nothing is left to prepare.
+func (m *matrix) prepared() bool {
+	if _, err := os.Stat(m.registry); err != nil {
+		return false
+	}
+	for _, versions := range m.images {
+		for _, im := range versions {
+			done, err := m.out.Image(im.Name)
+			if err != nil || done.Digest != im.Built.Digest.String() {
+				return false
+			}
+			for _, e := range m.engines {
+				if _, ok := done.Prepared[e.Name()]; !ok && done.PrepareErr[e.Name()] == "" {
+					return false
+				}
+			}
+		}
+	}
+	return true
+}
+
+func (m *matrix) prepareImage(ctx context.Context, s *site.Site, full engines.Worker, im engines.Image, earlier *engines.Floor) (results.Image, error) {
+	done := results.Image{
+		Name: im.Name, Digest: im.Built.Digest.String(), Probe: im.Ready.Probe,
+		Prepared: map[string]engines.Preparation{}, PrepareErr: map[string]string{},
+	}
+	for _, layer := range im.Built.Manifest.Layers {
+		done.Layers = append(done.Layers, layer.Size)
+	}
+	before, err := site.DiskBytes(m.registry)
+	if err != nil {
+		return done, err
+	}
+	began := time.Now()
+	if err := engines.Push(ctx, s, im); err != nil {
+		return done, err
+	}
+	done.Push = time.Since(began)
+	after, err := site.DiskBytes(m.registry)
+	if err != nil {
+		return done, err
+	}
+	done.Storage = after - before
+	m.log("pushed %s: %.1f MB, %.1f s", im.Name, float64(im.Built.LayerBytes())/1e6, done.Push.Seconds())
+	for _, e := range m.engines {
+		p, err := e.Prepare(ctx, s, m.Programs, im)
+		if err != nil {
+			if ctx.Err() != nil {
+				return done, err
+			}
+			done.PrepareErr[e.Name()] = err.Error()
+			m.log("%s cannot prepare %s: %v", e.Name(), im.Name, err)
+			continue
+		}
+		done.Prepared[e.Name()] = p
+	}
+	limited, cancel := context.WithTimeoutCause(ctx, m.Timeout, site.ErrTooLong)
+	defer cancel()
+	if err := pullForFloor(limited, full, im); err == nil {
+		done.Floor, err = engines.MeasureFloor(limited, s, full.(engines.Mounter), im, earlier)
+		if err != nil {
+			done.FloorErr = err.Error()
+		}
+	} else {
+		done.FloorErr = err.Error()
+	}
+	if ctx.Err() != nil {
+		return done, context.Cause(ctx)
+	}
+	if done.FloorErr != "" {
+		m.log("no floor of %s: %s", im.Name, done.FloorErr)
+	} else {
+		m.log("floor of %s: warm start %.2f s, %.2f MB touched", im.Name, done.Floor.Warm.Seconds(), float64(done.Floor.Touched)/1e6)
+	}
+	return done, m.out.PutImage(done)
+}
+
+func pullForFloor(ctx context.Context, full engines.Worker, im engines.Image) error {
+	return full.(interface {
+		Pull(ctx context.Context, ref string) error
+	}).Pull(ctx, im.Ref)
+}
+
+// at calls fn at a site with a new link, at which the registry serves.
+func (m *matrix) at(ctx context.Context, o link.Options, fn func(s *site.Site) error) (err error) {
+	dir, err := os.MkdirTemp(m.dir, "site-")
+	if err != nil {
+		return fmt.Errorf("bench: %w", err)
+	}
+	if err := os.Chmod(dir, 0o711); err != nil {
+		return fmt.Errorf("bench: %w", err)
+	}
+	defer func() { err = errors.Join(err, site.RemoveTree(dir)) }()
+	// The link ends after the processes that use it.
+	l, err := link.New(context.WithoutCancel(ctx), o)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, l.Close()) }()
+	s := &site.Site{Dir: dir, Link: l}
+	server, err := engines.Serve(ctx, s, m.Programs.Foil, m.registry)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, server.Stop(syscall.SIGTERM)) }()
+	return fn(s)
+}
+
+// session is one engine's turn with one image.
+type session struct {
+	engine   engines.Engine
+	versions []engines.Image
+	keys     []results.Key // of the versions
+}
+
+// round is one repetition over one link.
+type round struct {
+	rtt      time.Duration
+	rate     int64
+	rep      int
+	sessions []session
+}
+
+// plan is what is left to do, in order.
+func (m *matrix) plan() (rounds []round) {
+	var left int
+	for rep := 1; rep <= m.Runs; rep++ {
+		for _, rate := range m.Rates {
+			for _, rtt := range m.RTTs {
+				r := round{rtt: rtt, rate: rate, rep: rep}
+				dice := rand.New(rand.NewPCG(m.Seed, uint64(rep)<<32|uint64(rtt.Milliseconds())))
+				for _, i := range dice.Perm(len(m.images)) {
+					for _, j := range dice.Perm(len(m.engines)) {
+						s := m.session(m.engines[j], m.images[i], r)
+						if !m.done(s) {
+							r.sessions = append(r.sessions, s)
+						}
+					}
+				}
+				if len(r.sessions) > 0 {
+					rounds = append(rounds, r)
+					left += len(r.sessions)
+				}
+			}
+		}
+	}
+	m.progress = &progress{left: left}
+	return rounds
+}
+
+func (m *matrix) session(e engines.Engine, versions []engines.Image, r round) session {
+	s := session{engine: e, versions: versions}
+	for i := range versions {
+		kind := results.Fresh
+		if i > 0 {
+			kind = results.Update
+		}
+		name, _, _ := strings.Cut(versions[i].Name, ":")
+		s.keys = append(s.keys, results.Key{Engine: e.Name(), Image: name, Kind: kind, RTT: r.rtt, Rate: r.rate, Rep: r.rep})
+	}
+	// Versions beyond the second are not measured.
+	n := min(len(s.keys), 2)
+	s.keys, s.versions = s.keys[:n], s.versions[:n]
+	return s
+}
+
+// done reports whether every run of a session is there.
+func (m *matrix) done(s session) bool {
+	return !slices.ContainsFunc(s.keys, func(k results.Key) bool {
+		r, err := m.out.Run(k)
+		return err != nil || r.Err != "" && m.RetryFailed
+	})
+}
+
+func (m *matrix) round(ctx context.Context, r round) error {
+	return m.at(ctx, link.Options{RTT: r.rtt, Rate: r.rate}, func(s *site.Site) error {
+		if !m.SkipCheck {
+			if err := m.check(ctx, s, r); err != nil {
+				return err
+			}
+		}
+		for _, session := range r.sessions {
+			began := time.Now()
+			if err := m.run(ctx, s.Link, session); err != nil {
+				return err
+			}
+			m.progress.ended(session.engine.Name(), time.Since(began))
+		}
+		return nil
+	})
+}
+
+// check tries the link, twice if need be. A machine that does not hold it is
+// recorded, and the runs are made all the same: the report says so.
+func (m *matrix) check(ctx context.Context, s *site.Site, r round) error {
+	c := results.Check{RTT: r.rtt, Rate: r.rate, Rep: r.rep, Load1: loadAverage()}
+	measured, err := s.Link.Check(ctx)
+	if err != nil && ctx.Err() == nil {
+		measured, err = s.Link.Check(ctx)
+	}
+	if ctx.Err() != nil {
+		return context.Cause(ctx)
+	}
+	c.Measured = measured.String()
+	if err != nil {
+		c.Err = err.Error()
+	}
+	m.log("link %v, %s, round %d: %s%s", r.rtt, rateText(r.rate), r.rep, c.Measured, strings.TrimPrefix("; "+c.Err, "; "))
+	return m.out.PutCheck(c)
+}
+
+// run is one session: what of it fails is recorded, and is no error.
+func (m *matrix) run(ctx context.Context, l *link.Link, se session) (err error) {
+	dir, err := os.MkdirTemp(m.dir, "session-")
+	if err != nil {
+		return fmt.Errorf("bench: %w", err)
+	}
+	if err := os.Chmod(dir, 0o711); err != nil {
+		return fmt.Errorf("bench: %w", err)
+	}
+	defer func() { err = errors.Join(err, site.RemoveTree(dir)) }()
+	s := &site.Site{Dir: dir, Link: l}
+	home := filepath.Join(dir, "worker")
+	if err := os.Mkdir(home, 0o711); err != nil {
+		return fmt.Errorf("bench: %w", err)
+	}
+	w := se.engine.Worker(s, m.Programs, home)
+	var failed error
+	for i, im := range se.versions {
+		r := results.Run{Key: se.keys[i], Began: time.Now().UTC()}
+		if failed == nil {
+			failed = m.provision(ctx, s, w, im, home, &r)
+		} else {
+			failed = fmt.Errorf("not run, since the run before it failed: %w", failed)
+		}
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		if failed != nil {
+			r.Err = failed.Error()
+			if err := keepLogs(dir, m.out.Logs(r.Key)); err != nil {
+				return err
+			}
+		}
+		if err := m.out.PutRun(r); err != nil {
+			return err
+		}
+		m.log("%s%s", m.progress.String(), tell(r))
+	}
+	return nil
+}
+
+// provision is one run.
+func (m *matrix) provision(ctx context.Context, s *site.Site, w engines.Worker, im engines.Image, home string, r *results.Run) (err error) {
+	ctx, cancel := context.WithTimeoutCause(ctx, m.Timeout, site.ErrTooLong)
+	defer cancel()
+	if err := w.Start(ctx); err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, w.Stop()) }()
+	if err := site.DropCaches(); err != nil {
+		return err
+	}
+	var container *engines.Container
+	t := engines.Begin(s, w.Processes())
+	defer func() {
+		var clients []int
+		if container != nil {
+			clients = append(clients, container.PID())
+		}
+		r.Outcome = t.End(clients...)
+		err = errors.Join(err, container.Stop())
+	}()
+	if container, err = w.Provision(ctx, im, t); err != nil {
+		return err
+	}
+	if container != nil {
+		if err := im.Ready.Wait(ctx, s.Link, container.Process); err != nil {
+			return err
+		}
+		t.Mark(engines.Ready)
+		if load := workloads.For(r.Image, im.Ready.Probe); load != nil && m.Load > 0 && !im.Ready.Ends() {
+			r.Load = load(ctx, s.Link, m.Load)
+		}
+	}
+	if err := w.Complete(ctx, im, t); err != nil {
+		return err
+	}
+	t.Quiet(50*time.Millisecond+2*r.RTT, engines.Quiet)
+	r.Late = max(s.Link.Stats(link.Cloud).Late, s.Link.Stats(link.Edge).Late)
+	if err := w.Check(ctx, im); err != nil {
+		return err
+	}
+	r.Disk, err = site.DiskBytes(home)
+	return err
+}
+
+// keepLogs copies what the processes of a failed session have said.
+func keepLogs(from, to string) error {
+	logs, err := filepath.Glob(filepath.Join(from, "*.log"))
+	if err != nil {
+		return fmt.Errorf("bench: %w", err)
+	}
+	if err := os.MkdirAll(to, 0o755); err != nil {
+		return fmt.Errorf("bench: %w", err)
+	}
+	for _, log := range logs {
+		text, err := os.ReadFile(log)
+		if err == nil {
+			err = os.WriteFile(filepath.Join(to, filepath.Base(log)), text, 0o644)
+		}
+		if err != nil {
+			return fmt.Errorf("bench: keep a log: %w", err)
+		}
+	}
+	return nil
+}
