@@ -5,6 +5,7 @@ import (
 	"context"
 	"debug/elf"
 	"io"
+	"math"
 	"path"
 	"slices"
 	"strings"
@@ -19,11 +20,13 @@ import (
 //
 //  1. what the entrypoint and the command name, the interpreters that their
 //     first lines name, the programs that shell scripts among them mention, and
-//     all the libraries that these are linked with;
+//     of all the libraries that these are linked with what is read to link them:
+//     symbols, relocations and data;
 //  2. small files that nearly every program opens (/etc/ld.so.cache, passwd, ...);
-//  3. the standard library of each interpreter found, and the application: the
+//  3. the code of the libraries, of which few functions run at the start;
+//  4. the standard library of each interpreter found, and the application: the
 //     working directory and directories that the command names;
-//  4. the rest, small files first; documentation, translations, headers and
+//  5. the rest, small files first; documentation, translations, headers and
 //     static libraries last.
 //
 // Contents that cannot be read are skipped: a guess never fails.
@@ -31,9 +34,11 @@ func Guess(ctx context.Context, c *Contents, config ocispec.ImageConfig) Order {
 	g := guesser{
 		ctx: ctx, c: c, t: c.TOC, config: config,
 		ranked: make([]bool, len(c.TOC.Contents)),
-		done:   make([]uint32, len(c.TOC.Contents)),
 		seen:   map[int]bool{},
 		order:  make(Order, len(c.TOC.Segments)),
+	}
+	for i := range g.order {
+		g.order[i] = unranked
 	}
 	g.env = map[string]string{"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
 	for _, e := range config.Env {
@@ -47,6 +52,9 @@ func Guess(ctx context.Context, c *Contents, config ocispec.ImageConfig) Order {
 	g.command()
 	for _, p := range startFiles[1:] {
 		g.path(p)
+	}
+	for _, inode := range g.code {
+		g.rank(inode)
 	}
 	g.libraries()
 	g.rest()
@@ -78,8 +86,8 @@ type guesser struct {
 
 	next     uint32       // rank
 	ranked   []bool       // by content: it has all its ranks
-	done     []uint32     // by content: segments that have ranks
 	seen     map[int]bool // inodes of programs looked into
+	code     []int        // inodes of libraries whose code has no ranks yet
 	order    Order
 	langs    []*language // in the order found
 	all      []named     // all contents; made by files
@@ -87,28 +95,52 @@ type guesser struct {
 	confRead bool
 }
 
+const unranked = math.MaxUint32
+
 // rank gives the segments of an inode's content the next ranks.
 func (g *guesser) rank(inode int) {
 	if n := g.t.Inodes[inode].Content; n >= 0 && !g.ranked[n] {
 		g.ranked[n] = true
-		g.rankSome(n, g.t.Contents[n].Segments)
+		g.rankRange(inode, 0, math.MaxInt64)
 	}
 }
 
-// rankStart ranks the first segment alone. Of a large program or library that
-// is what is read before the libraries it is linked with; of the rest only
-// parts are, and a promotion finds them.
-func (g *guesser) rankStart(inode int) {
-	if n := g.t.Inodes[inode].Content; n >= 0 && g.done[n] == 0 {
-		g.rankSome(n, 1)
+// rankRange ranks the segments that hold some of the bytes from one offset up to
+// another.
+func (g *guesser) rankRange(inode int, from, to int64) {
+	n := g.t.Inodes[inode].Content
+	if n < 0 {
+		return
+	}
+	c := &g.t.Contents[n]
+	for i := c.First; i < c.First+c.Segments; i++ {
+		s := &g.t.Segments[i]
+		if g.order[i] == unranked && s.Offset < to && s.Offset+int64(s.Length) > from {
+			g.order[i] = g.next
+			g.next++
+		}
 	}
 }
 
-func (g *guesser) rankSome(content int32, segments uint32) {
-	c := &g.t.Contents[content]
-	for ; g.done[content] < segments; g.done[content]++ {
-		g.order[c.First+g.done[content]] = g.next
-		g.next++
+// maxLinked bounds what is ranked at the start of a library for its symbols and
+// relocations.
+const maxLinked = 2 << 20
+
+// rankLinked ranks what a program or library is linked with: what the dynamic
+// linker reads and writes, from the headers to the start of the code, where its
+// constructor is, and the writable data.
+func (g *guesser) rankLinked(f *elf.File, inode int) {
+	g.rankRange(inode, 0, 1)
+	for _, p := range f.Progs {
+		if p.Type == elf.PT_LOAD && p.Flags&elf.PF_X != 0 && p.Off < maxLinked {
+			g.rankRange(inode, 0, int64(p.Off)+1)
+			break
+		}
+	}
+	for _, p := range f.Progs {
+		if p.Type == elf.PT_LOAD && p.Flags&elf.PF_W != 0 && p.Off < 1<<62 && p.Filesz < 1<<62 {
+			g.rankRange(inode, int64(p.Off), int64(p.Off)+int64(p.Filesz))
+		}
 	}
 }
 
@@ -192,6 +224,7 @@ func (g *guesser) program(p string, inode int) (mentions []string) {
 	case bytes.HasPrefix(head, []byte(elf.ELFMAG)):
 		g.language(path.Base(p))
 		g.elf(p, r, inode)
+		g.rank(inode)
 	case bytes.HasPrefix(head, []byte("#!")):
 		line, _, _ := strings.Cut(string(head[2:]), "\n")
 		shell := false
@@ -235,19 +268,22 @@ func words(script []byte) []string {
 	return out
 }
 
-// elf ranks the start of a program or library, then what it is linked with,
-// then the rest of it.
+// elf ranks what a program or library is linked with, of itself and then of its
+// libraries. What is no ELF file is ranked whole.
 func (g *guesser) elf(p string, r io.ReaderAt, inode int) {
 	// debug/elf does not promise not to panic on hostile files.
 	defer func() {
-		_ = recover()
-		g.rank(inode)
+		if recover() != nil {
+			g.rank(inode)
+		}
 	}()
-	g.rankStart(inode)
+	g.rankRange(inode, 0, 1)
 	f, err := elf.NewFile(r)
 	if err != nil {
+		g.rank(inode)
 		return
 	}
+	g.rankLinked(f, inode)
 	if d := f.SectionByType(elf.SHT_DYNAMIC); d == nil || !harmless(f, d) {
 		return
 	}
@@ -309,6 +345,10 @@ func (g *guesser) elf(p string, r io.ReaderAt, inode int) {
 					g.seen[i] = true
 					g.language(name)
 					g.elf(lib, g.c.Open(g.ctx, i), i)
+					if strings.HasPrefix(name, "libc.") {
+						g.rank(i) // everything runs much of it
+					}
+					g.code = append(g.code, i)
 				}
 				break
 			}

@@ -191,6 +191,53 @@ func TestGuessLargeProgram(t *testing.T) {
 	}
 }
 
+// Of a library what it is linked with comes first, its code when all else that
+// is sure has come.
+func TestGuessLibraryCode(t *testing.T) {
+	const code, data, end = 1_500_000, 3_500_000, 4_000_000
+	var b bytes.Buffer
+	binary.Write(&b, binary.LittleEndian, elf.Header64{
+		Ident: [16]byte{0x7f, 'E', 'L', 'F', 2, 1, 1}, Type: uint16(elf.ET_DYN), Machine: uint16(elf.EM_X86_64), Version: 1,
+		Phoff: 64, Ehsize: 64, Phentsize: 56, Phnum: 3, Shentsize: 64,
+	})
+	binary.Write(&b, binary.LittleEndian, []elf.Prog64{
+		{Type: uint32(elf.PT_LOAD), Flags: uint32(elf.PF_R), Off: 0, Filesz: code},
+		{Type: uint32(elf.PT_LOAD), Flags: uint32(elf.PF_R | elf.PF_X), Off: code, Filesz: data - code},
+		{Type: uint32(elf.PT_LOAD), Flags: uint32(elf.PF_R | elf.PF_W), Off: data, Filesz: end - data},
+	})
+	for i := 0; b.Len() < end; i++ {
+		fmt.Fprintf(&b, "%d ", i*i)
+	}
+	w := plannertest.New(t, nil)
+	x, r := w.Rootfs(t, digest.FromString("library"), plannertest.Files{
+		"/bin/program": elfFile("", "/lib", "libone.so"), "/lib/libone.so": b.String()[:end], "/etc/passwd": "root",
+	})
+	ix, err := planner.Build(context.Background(), x, r.TOC, w.Catalog)
+	if err != nil {
+		t.Fatal(err)
+	}
+	order := planner.Guess(context.Background(), &planner.Contents{TOC: x, Index: ix, Objects: w.Objects},
+		ocispec.ImageConfig{Entrypoint: []string{"program"}})
+	rank := func(path string, off int64) uint32 {
+		i, _ := x.Lookup(path)
+		c := x.Contents[x.Inodes[i].Content]
+		for n := c.First; n < c.First+c.Segments; n++ {
+			if s := x.Segments[n]; s.Offset <= off && off < s.Offset+int64(s.Length) {
+				return order[n]
+			}
+		}
+		t.Fatalf("%s has no byte %d", path, off)
+		return 0
+	}
+	got := []uint32{
+		rank("/bin/program", 0), rank("/lib/libone.so", 0), rank("/lib/libone.so", code), rank("/lib/libone.so", data),
+		rank("/lib/libone.so", end-1), rank("/etc/passwd", 0), rank("/lib/libone.so", (code+data)/2),
+	}
+	if !slices.IsSorted(got) || got[3] >= got[5] || got[5] >= got[6] {
+		t.Errorf("program, linked, code, data, its end, passwd, the middle of the code: %v", got)
+	}
+}
+
 func TestGuessLanguages(t *testing.T) {
 	files := plannertest.Files{
 		"/usr/local/bin/python3":                                           "-> python3.12",
