@@ -6,11 +6,13 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strings"
 	"time"
 
@@ -27,6 +29,8 @@ type Builder struct {
 	Cache string
 	// Log, if not nil, is told what takes long.
 	Log func(string)
+
+	bootstrap func(ctx context.Context, snapshot Snapshot, slim bool, dir string) error // nil: mmdebstrap's
 }
 
 // Built is an image on disk.
@@ -37,7 +41,11 @@ type Built struct {
 	Config   v1.Image
 	Digest   digest.Digest // of the manifest
 	Probe    string        // as declared; empty if unknown
+	Args     []string      // what replaces the Cmd when it is measured, as declared; nil: nothing
 }
+
+// Version is that of the software in the image; empty if unknown.
+func (b *Built) Version() string { return b.Config.Config.Labels[v1.AnnotationVersion] }
 
 // Source is what skopeo calls the image.
 func (b *Built) Source() string { return "oci:" + b.Layout + ":" + b.Tag }
@@ -57,7 +65,7 @@ func (b *Builder) log(format string, args ...any) {
 }
 
 // lock keeps two processes from building into one cache at once.
-func (b *Builder) lock() (unlock func(), err error) {
+func (b *Builder) lock(ctx context.Context) (unlock func(), err error) {
 	if err := os.MkdirAll(b.Cache, 0o755); err != nil {
 		return nil, fmt.Errorf("images: %w", err)
 	}
@@ -65,46 +73,83 @@ func (b *Builder) lock() (unlock func(), err error) {
 	if err != nil {
 		return nil, fmt.Errorf("images: %w", err)
 	}
-	if err := unix.Flock(int(file.Fd()), unix.LOCK_EX); err != nil {
+	for told := false; ; told = true {
+		err := unix.Flock(int(file.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+		if err == nil {
+			return func() { file.Close() }, nil
+		}
+		if errors.Is(err, unix.EWOULDBLOCK) {
+			if !told {
+				b.log("another process builds in %s: waiting", b.Cache)
+			}
+			select {
+			case <-time.After(200 * time.Millisecond):
+				continue
+			case <-ctx.Done():
+				err = context.Cause(ctx)
+			}
+		}
 		file.Close()
 		return nil, fmt.Errorf("images: lock %s: %w", file.Name(), err)
 	}
-	return func() { file.Close() }, nil
 }
 
 // Build builds an image of the catalogue that is not in the cache yet.
-// It needs root, and on Debian or Ubuntu mmdebstrap.
+// It needs root, and on Debian or Ubuntu mmdebstrap (and npm for some images).
 func (b *Builder) Build(ctx context.Context, c Catalogue, ref string) (*Built, error) {
 	image, err := c.Find(ref)
 	if err != nil {
 		return nil, err
 	}
-	base, err := c.base(image.Base)
-	if err != nil {
-		return nil, err
+	built, err := b.open(c, image)
+	if built != nil || err != nil {
+		return built, err
 	}
-	unlock, err := b.lock()
+	unlock, err := b.lock(ctx)
 	if err != nil {
 		return nil, err
 	}
 	defer unlock()
-	layout := filepath.Join(b.Cache, fmt.Sprintf("%s-%s-%s", image.Name, image.Tag, key(base, image)))
-	err = b.once(layout, func(dir string) error {
-		b.log("building %s", ref)
-		tree, err := b.baseTree(ctx, base)
-		if err != nil {
-			return err
-		}
-		return b.buildImage(ctx, base, image, tree, dir)
+	err = b.once(b.layout(c, image), func(dir string) error {
+		b.log("%s: building", ref)
+		start := time.Now()
+		err := b.buildImage(ctx, c, image, dir)
+		b.log("%s: took %v", ref, time.Since(start).Round(time.Second))
+		return err
 	})
 	if err != nil {
 		return nil, err
+	}
+	return b.open(c, image)
+}
+
+// Cached gives an image of the catalogue if it has been built; else nil.
+func (b *Builder) Cached(c Catalogue, ref string) (*Built, error) {
+	image, err := c.Find(ref)
+	if err != nil {
+		return nil, err
+	}
+	return b.open(c, image)
+}
+
+// layout is where an image is when it has been built.
+func (b *Builder) layout(c Catalogue, image Image) string {
+	chain, _ := c.chain(image.Base) // Parse has looked
+	return filepath.Join(b.Cache, fmt.Sprintf("%s-%s-%s", image.Name, image.Tag,
+		key(c.snapshot(image.Snapshot), chain, image)))
+}
+
+// open gives nil for an image that is not there.
+func (b *Builder) open(c Catalogue, image Image) (*Built, error) {
+	layout := b.layout(c, image)
+	if !exists(layout) {
+		return nil, nil
 	}
 	built, err := Open(layout, image.Tag)
 	if err != nil {
 		return nil, err
 	}
-	built.Probe = image.Probe
+	built.Probe, built.Args = image.Probe, image.Args
 	return built, nil
 }
 
@@ -113,7 +158,7 @@ func (b *Builder) Build(ctx context.Context, c Catalogue, ref string) (*Built, e
 // (docker-archive:FILE, oci:DIR:TAG). It is fetched again each time, unless it is
 // named by its digest. A registry at a loopback address need not speak TLS.
 func (b *Builder) Fetch(ctx context.Context, ref string) (*Built, error) {
-	unlock, err := b.lock()
+	unlock, err := b.lock(ctx)
 	if err != nil {
 		return nil, err
 	}
@@ -177,65 +222,165 @@ func (b *Builder) once(dir string, fill func(dir string) error) error {
 	return nil
 }
 
-// baseTree is the file tree of a base, for images on top of it.
-func (b *Builder) baseTree(ctx context.Context, base Base) (string, error) {
-	tree := filepath.Join(b.Cache, fmt.Sprintf("base-%s-%s", base.Name, key(base)))
-	err := b.once(tree, func(dir string) error {
-		b.log("bootstrapping base %s (%s), which takes a minute", base.Name, strings.Join(base.Pockets, ", "))
-		return bootstrap(ctx, base, dir)
-	})
-	return tree, err
+// made is a layer that has been made.
+type made struct {
+	Tree       string        `json:"-"` // what it holds, on top of the layers below
+	Blob       string        `json:"-"` // compressed
+	Descriptor v1.Descriptor `json:"descriptor"`
+	DiffID     digest.Digest `json:"diffID"`
+	History    v1.History    `json:"history"`
 }
 
-func (b *Builder) buildImage(ctx context.Context, base Base, image Image, tree, layout string) error {
-	work := layout + ".work"
-	defer os.RemoveAll(work)
-	if err := os.RemoveAll(work); err != nil {
-		return fmt.Errorf("images: %w", err)
+// base makes the layers of a base, each of which stays in the cache, as a tree to
+// build on and as a blob.
+func (b *Builder) base(ctx context.Context, snapshot Snapshot, chain []Base) (stack []made, err error) {
+	fill := b.bootstrap
+	if fill == nil {
+		fill = bootstrap
 	}
-	upper := filepath.Join(work, "upper")
-	if err := install(ctx, image, tree, upper, work); err != nil {
-		return err
+	for i, base := range chain {
+		name := base.Name + " of " + snapshot.Name
+		dir := filepath.Join(b.Cache, fmt.Sprintf("base-%s-%s-%s", base.Name, snapshot.Name, key(snapshot, chain[:i+1])))
+		if base.From == "" {
+			layer, err := b.layer(dir, 0, false, snapshot.Created, func(tree string) (string, error) {
+				b.log("base %s: bootstrapping %s (%s)", name, snapshot.Suite, strings.Join(snapshot.Pockets, ", "))
+				by := fmt.Sprintf("bootstrap %s (%s)", snapshot.Suite, strings.Join(snapshot.Pockets, ", "))
+				return by, fill(ctx, snapshot, base.Slim, tree)
+			})
+			if err != nil {
+				return nil, err
+			}
+			stack = append(stack, layer)
+		}
+		if stack, err = b.layers(ctx, dir, "base "+name, snapshot, stack, base.Layers); err != nil {
+			return nil, err
+		}
 	}
-	out, err := newLayout(layout)
+	return stack, nil
+}
+
+// layers adds layers to a stack. They are made in dir, and found there when an
+// earlier run has made them.
+func (b *Builder) layers(ctx context.Context, dir, name string, snapshot Snapshot, stack []made, layers []Layer) ([]made, error) {
+	for i, layer := range layers {
+		made, err := b.layer(dir, i, true, snapshot.Created, func(tree string) (string, error) {
+			b.log("%s: layer %d of %d: %s", name, i+1, len(layers), layer.summary())
+			s := step{layer: layer, upper: tree, work: filepath.Join(dir, "step"),
+				fetched: filepath.Join(b.Cache, "downloads"), created: snapshot.Created}
+			for _, lower := range stack {
+				s.lowers = append(s.lowers, lower.Tree)
+			}
+			if err := s.make(ctx); err != nil {
+				return "", fmt.Errorf("images: %s: layer %d (%s): %w", name, i+1, layer.summary(), err)
+			}
+			return layer.summary(), nil
+		})
+		if err != nil {
+			return nil, err
+		}
+		stack = append(stack, made)
+	}
+	return stack, nil
+}
+
+// summary is one line for logs and for the image's history.
+func (l Layer) summary() string {
+	var parts []string
+	if len(l.Npm) > 0 {
+		parts = append(parts, "npm pack "+strings.Join(l.Npm, " "))
+	}
+	if len(l.Packages) > 0 {
+		parts = append(parts, "apt-get install "+strings.Join(l.Packages, " "))
+	}
+	if len(l.Files) > 0 {
+		parts = append(parts, "copy "+strings.Join(slices.Sorted(maps.Keys(l.Files)), " "))
+	}
+	if l.Run != "" {
+		parts = append(parts, "run "+strings.Join(strings.Fields(l.Run), " "))
+	}
+	if len(l.Pip) > 0 {
+		parts = append(parts, "pip install "+strings.Join(l.Pip, " "))
+	}
+	line := strings.Join(parts, "; ")
+	if len(line) > 160 {
+		line = line[:157] + "..."
+	}
+	return line
+}
+
+// layer makes the i-th layer in dir: fill makes its tree, at a path that does not
+// exist yet, and says how; overlay is as in writeLayer. Its JSON file is written
+// last: without it there is no layer.
+func (b *Builder) layer(dir string, i int, overlay bool, created time.Time, fill func(tree string) (by string, err error)) (made, error) {
+	path := filepath.Join(dir, fmt.Sprint(i))
+	m := made{Tree: path, Blob: path + ".tar.gz"}
+	if exists(path + ".json") {
+		return m, readJSON(path+".json", &m)
+	}
+	if err := errors.Join(os.RemoveAll(m.Tree), os.MkdirAll(dir, 0o755)); err != nil {
+		return m, fmt.Errorf("images: %w", err)
+	}
+	by, err := fill(m.Tree)
+	if err != nil {
+		return m, err
+	}
+	file, err := os.Create(m.Blob)
+	if err != nil {
+		return m, fmt.Errorf("images: %w", err)
+	}
+	m.Descriptor, m.DiffID, err = writeLayer(file, m.Tree, overlay, created)
+	if err := errors.Join(err, file.Close()); err != nil {
+		return m, err
+	}
+	m.History = v1.History{Created: &created, CreatedBy: by}
+	return m, writeJSON(path+".json", m)
+}
+
+func (b *Builder) buildImage(ctx context.Context, c Catalogue, image Image, dir string) error {
+	chain, err := c.chain(image.Base)
 	if err != nil {
 		return err
 	}
-	config := v1.Image{
-		Created:  &image.Created,
-		Platform: v1.Platform{Architecture: runtime.GOARCH, OS: "linux"},
-		Config: v1.ImageConfig{
-			User:       image.User,
-			Env:        append([]string{"PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}, image.Env...),
-			Entrypoint: image.Entrypoint,
-			Cmd:        image.Cmd,
-			WorkingDir: image.Workdir,
-		},
-		RootFS: v1.RootFS{Type: "layers"},
+	snapshot := c.snapshot(image.Snapshot)
+	stack, err := b.base(ctx, snapshot, chain)
+	if err != nil {
+		return err
 	}
-	for _, port := range image.Ports {
-		if config.Config.ExposedPorts == nil {
-			config.Config.ExposedPorts = map[string]struct{}{}
+	// Layers that are done stay for the next try when this one fails. Those of
+	// an older declaration are of no use any more.
+	work := b.layout(c, image) + ".work"
+	stale, err := filepath.Glob(filepath.Join(b.Cache, image.Name+"-"+image.Tag+"-*.work"))
+	if err != nil {
+		return fmt.Errorf("images: %w", err)
+	}
+	for _, path := range stale {
+		if path != work {
+			if err := os.RemoveAll(path); err != nil {
+				return fmt.Errorf("images: %w", err)
+			}
 		}
-		config.Config.ExposedPorts[port] = struct{}{}
 	}
+	if stack, err = b.layers(ctx, work, image.Ref(), snapshot, stack, image.Layers); err != nil {
+		return err
+	}
+	out, err := newLayout(dir)
+	if err != nil {
+		return err
+	}
+	version, err := softwareVersion(image, stack)
+	if err != nil {
+		return err
+	}
+	config := image.config(snapshot, version)
 	manifest := v1.Manifest{Versioned: specs.Versioned{SchemaVersion: 2}, MediaType: v1.MediaTypeImageManifest}
-	for _, layer := range []struct {
-		root    string
-		overlay bool
-		created time.Time
-		by      string
-	}{
-		{tree, false, base.Created, "base " + base.Name + ": " + strings.Join(base.Pockets, ", ")},
-		{upper, true, image.Created, "install " + strings.Join(image.Packages, " ")},
-	} {
-		descriptor, diffID, err := out.addLayer(layer.root, layer.overlay, layer.created)
-		if err != nil {
-			return err
+	for _, layer := range stack {
+		// A link: nothing changes a blob.
+		if err := os.Link(layer.Blob, out.blob(layer.Descriptor.Digest)); err != nil && !errors.Is(err, os.ErrExist) {
+			return fmt.Errorf("images: %w", err)
 		}
-		manifest.Layers = append(manifest.Layers, descriptor)
-		config.RootFS.DiffIDs = append(config.RootFS.DiffIDs, diffID)
-		config.History = append(config.History, v1.History{Created: &layer.created, CreatedBy: layer.by})
+		manifest.Layers = append(manifest.Layers, layer.Descriptor)
+		config.RootFS.DiffIDs = append(config.RootFS.DiffIDs, layer.DiffID)
+		config.History = append(config.History, layer.History)
 	}
 	if manifest.Config, err = out.addJSON(v1.MediaTypeImageConfig, config); err != nil {
 		return err
@@ -244,7 +389,79 @@ func (b *Builder) buildImage(ctx context.Context, base Base, image Image, tree, 
 	if err != nil {
 		return err
 	}
-	return out.finish(descriptor, image.Tag)
+	if err := out.finish(descriptor, image.Tag); err != nil {
+		return err
+	}
+	if err := os.RemoveAll(work); err != nil {
+		return fmt.Errorf("images: %w", err)
+	}
+	return nil
+}
+
+// config is the image's, without what depends on its layers.
+func (i Image) config(snapshot Snapshot, version string) v1.Image {
+	config := v1.Image{
+		Created:  &snapshot.Created,
+		Platform: v1.Platform{Architecture: runtime.GOARCH, OS: "linux"},
+		Config: v1.ImageConfig{
+			User:       i.User,
+			Env:        i.Env,
+			Entrypoint: i.Entrypoint,
+			Cmd:        i.Cmd,
+			WorkingDir: i.Workdir,
+			Labels:     map[string]string{v1.AnnotationTitle: i.Name, v1.AnnotationVersion: version},
+		},
+		RootFS: v1.RootFS{Type: "layers"},
+	}
+	if !slices.ContainsFunc(i.Env, func(entry string) bool { return strings.HasPrefix(entry, "PATH=") }) {
+		config.Config.Env = append([]string{"PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}, i.Env...)
+	}
+	for _, port := range i.Ports {
+		if config.Config.ExposedPorts == nil {
+			config.Config.ExposedPorts = map[string]struct{}{}
+		}
+		config.Config.ExposedPorts[port] = struct{}{}
+	}
+	return config
+}
+
+// softwareVersion is what the image's software calls its version.
+func softwareVersion(image Image, stack []made) (string, error) {
+	name, ok := strings.CutPrefix(image.Version, "dpkg:")
+	if !ok {
+		return image.Version, nil
+	}
+	for _, layer := range slices.Backward(stack) {
+		status, err := os.ReadFile(filepath.Join(layer.Tree, "var/lib/dpkg/status"))
+		if errors.Is(err, os.ErrNotExist) {
+			continue
+		}
+		if err != nil {
+			return "", fmt.Errorf("images: %w", err)
+		}
+		return packageVersion(string(status), name)
+	}
+	return "", fmt.Errorf("images: %s: no layer has a dpkg status", image.Ref())
+}
+
+// packageVersion finds a package in a dpkg status file.
+func packageVersion(status, name string) (string, error) {
+	for _, paragraph := range strings.Split(status, "\n\n") {
+		found, version := false, ""
+		for line := range strings.Lines(paragraph) {
+			key, value, _ := strings.Cut(strings.TrimSpace(line), ": ")
+			switch key {
+			case "Package":
+				found = value == name
+			case "Version":
+				version = value
+			}
+		}
+		if found {
+			return version, nil
+		}
+	}
+	return "", fmt.Errorf("images: the package %s was not installed", name)
 }
 
 // layout is an OCI image layout directory that is being written.
@@ -259,21 +476,6 @@ func newLayout(dir string) (*layout, error) {
 
 func (l *layout) blob(d digest.Digest) string {
 	return filepath.Join(l.dir, v1.ImageBlobsDir, d.Algorithm().String(), d.Encoded())
-}
-
-func (l *layout) addLayer(root string, overlay bool, created time.Time) (_ v1.Descriptor, _ digest.Digest, err error) {
-	file, err := os.Create(filepath.Join(l.dir, "layer"))
-	if err != nil {
-		return v1.Descriptor{}, "", fmt.Errorf("images: %w", err)
-	}
-	descriptor, diffID, err := writeLayer(file, root, overlay, created)
-	if err := errors.Join(err, file.Close()); err != nil {
-		return v1.Descriptor{}, "", err
-	}
-	if err := os.Rename(file.Name(), l.blob(descriptor.Digest)); err != nil {
-		return v1.Descriptor{}, "", fmt.Errorf("images: %w", err)
-	}
-	return descriptor, diffID, nil
 }
 
 func (l *layout) addJSON(mediaType string, value any) (v1.Descriptor, error) {
@@ -294,13 +496,20 @@ func (l *layout) finish(manifest v1.Descriptor, tag string) error {
 		v1.ImageIndexFile:  v1.Index{Versioned: specs.Versioned{SchemaVersion: 2}, MediaType: v1.MediaTypeImageIndex, Manifests: []v1.Descriptor{manifest}},
 		v1.ImageLayoutFile: v1.ImageLayout{Version: v1.ImageLayoutVersion},
 	} {
-		text, err := json.Marshal(value)
-		if err != nil {
-			return fmt.Errorf("images: %w", err)
+		if err := writeJSON(filepath.Join(l.dir, name), value); err != nil {
+			return err
 		}
-		if err := os.WriteFile(filepath.Join(l.dir, name), text, 0o644); err != nil {
-			return fmt.Errorf("images: %w", err)
-		}
+	}
+	return nil
+}
+
+func writeJSON(path string, value any) error {
+	text, err := json.Marshal(value)
+	if err == nil {
+		err = os.WriteFile(path, text, 0o644)
+	}
+	if err != nil {
+		return fmt.Errorf("images: %w", err)
 	}
 	return nil
 }

@@ -1,65 +1,88 @@
 package images
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
 	"os"
 	"os/exec"
-	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
-	"time"
 )
 
 // What a pocket's suite is called, after the code name of the distribution.
-var pocketSuffix = map[string]string{"release": "", "updates": "-updates", "security": "-security"}
+var pocketSuffix = map[string]string{"release": "", "updates": "-updates", "security": "-security", "backports": "-backports"}
 
 // sources asks the host's apt where it gets its packages, and gives, as lines of
-// sources.list, those of the pockets.
-func sources(ctx context.Context, pockets []string) (suite string, lines []string, err error) {
-	suite, err = codename()
+// sources.list, those of a snapshot. A Debian host builds any suite of Debian: its
+// archives hold them all. On another distribution the host's own suite takes the
+// place of every declared one.
+func sources(ctx context.Context, snapshot Snapshot) (suite string, lines []string, err error) {
+	host, isDebian, err := distribution()
 	if err != nil {
 		return "", nil, err
+	}
+	suite = snapshot.Suite
+	if !isDebian {
+		suite = host
 	}
 	out, err := output(exec.CommandContext(ctx, "apt-get", "indextargets",
 		"--format", "$(REPO_URI) $(RELEASE) $(COMPONENT)", "Created-By: Packages"))
 	if err != nil {
 		return "", nil, fmt.Errorf("images: ask apt for its sources: %w", err)
 	}
+	lines, err = sourceLines(string(out), host, suite, snapshot.Pockets)
+	return suite, lines, err
+}
+
+// sourceLines turns lines of URI, suite and component that the host has into
+// those for the pockets of suite. Backports are where the release is.
+func sourceLines(targets, host, suite string, pockets []string) (lines []string, err error) {
 	for _, pocket := range pockets {
+		like := pocketSuffix[pocket]
+		if pocket == "backports" {
+			like = ""
+		}
 		found := false
-		for line := range strings.Lines(string(out)) {
+		for line := range strings.Lines(targets) {
 			fields := strings.Fields(line)
-			if len(fields) != 3 || fields[1] != suite+pocketSuffix[pocket] {
+			if len(fields) != 3 || fields[1] != host+like || fields[2] != "main" && fields[2] != "universe" {
 				continue
 			}
 			found = true
-			if source := "deb " + strings.Join(fields, " "); !slices.Contains(lines, source) {
+			source := "deb " + fields[0] + " " + suite + pocketSuffix[pocket] + " " + fields[2]
+			if !slices.Contains(lines, source) {
 				lines = append(lines, source)
 			}
 		}
 		if !found {
-			return "", nil, fmt.Errorf("images: apt has no source for %s%s; add one to /etc/apt/sources.list.d", suite, pocketSuffix[pocket])
+			return nil, fmt.Errorf("images: apt has no source for %s%s; add one to /etc/apt/sources.list.d", host, like)
 		}
 	}
-	return suite, lines, nil
+	return lines, nil
 }
 
-// codename of the host's distribution, as in os-release(5).
-func codename() (string, error) {
+// distribution of the host, as in os-release(5).
+func distribution() (codename string, isDebian bool, err error) {
 	text, err := os.ReadFile("/etc/os-release")
 	if err != nil {
-		return "", fmt.Errorf("images: which distribution is this? %w", err)
+		return "", false, fmt.Errorf("images: which distribution is this? %w", err)
 	}
 	for line := range strings.Lines(string(text)) {
-		if name, ok := strings.CutPrefix(strings.TrimSpace(line), "VERSION_CODENAME="); ok {
-			return strings.Trim(name, `"`), nil
+		name, value, _ := strings.Cut(strings.TrimSpace(line), "=")
+		value = strings.Trim(value, `"`)
+		switch name {
+		case "VERSION_CODENAME":
+			codename = value
+		case "ID":
+			isDebian = value == "debian"
 		}
 	}
-	return "", errors.New("images: /etc/os-release has no VERSION_CODENAME: images are built on Debian and Ubuntu only")
+	if codename == "" {
+		return "", false, errors.New("images: /etc/os-release has no VERSION_CODENAME: images are built on Debian and Ubuntu only")
+	}
+	return codename, isDebian, nil
 }
 
 // aptSettings are the host's ways to reach its sources, as options KEY=VALUE.
@@ -83,8 +106,8 @@ var excluded = []string{"/usr/share/doc/*", "/usr/share/man/*", "/usr/share/info
 
 // bootstrap makes the file tree of a base at dir. It keeps apt's lists, for the
 // packages that come on top.
-func bootstrap(ctx context.Context, base Base, dir string) error {
-	suite, lines, err := sources(ctx, base.Pockets)
+func bootstrap(ctx context.Context, snapshot Snapshot, slim bool, dir string) error {
+	suite, lines, err := sources(ctx, snapshot)
 	if err != nil {
 		return err
 	}
@@ -97,125 +120,21 @@ func bootstrap(ctx context.Context, base Base, dir string) error {
 	for _, setting := range settings {
 		args = append(args, "--aptopt="+setting)
 	}
-	for _, pattern := range excluded {
-		args = append(args, "--dpkgopt=path-exclude="+pattern)
+	if slim {
+		for _, pattern := range excluded {
+			args = append(args, "--dpkgopt=path-exclude="+pattern)
+		}
+		args = append(args, "--dpkgopt=path-include=/usr/share/doc/*/copyright")
 	}
-	args = append(args, "--dpkgopt=path-include=/usr/share/doc/*/copyright", suite, dir)
+	args = append(args, suite, dir)
 	args = append(args, lines...)
 	cmd := exec.CommandContext(ctx, "mmdebstrap", args...)
-	cmd.Env = buildEnv(base.Created)
+	cmd.Env = append(buildEnv(), "SOURCE_DATE_EPOCH="+strconv.FormatInt(snapshot.Created.Unix(), 10))
 	if err := run(cmd); err != nil {
-		return fmt.Errorf("images: bootstrap base %s: %w", base.Name, err)
+		if errors.Is(err, exec.ErrNotFound) {
+			return fmt.Errorf("images: mmdebstrap is not installed (on Debian and Ubuntu: apt-get install mmdebstrap): %w", err)
+		}
+		return fmt.Errorf("images: bootstrap %s (%s): %w", suite, strings.Join(snapshot.Pockets, ", "), err)
 	}
 	return nil
-}
-
-// install installs an image's packages and files on the tree lower; what that
-// changes is in upper afterwards, an overlayfs upper directory. work is scratch
-// space on the same file system.
-//
-// All happens in mount and PID namespaces of its own, so that however it ends,
-// no mount and no process is left.
-func install(ctx context.Context, image Image, lower, upper, work string) error {
-	settings, err := aptSettings(ctx)
-	if err != nil {
-		return err
-	}
-	merged, scratch := filepath.Join(work, "merged"), filepath.Join(work, "overlay")
-	for _, dir := range []string{upper, merged, scratch} {
-		if err := os.MkdirAll(dir, 0o755); err != nil {
-			return fmt.Errorf("images: %w", err)
-		}
-	}
-	// The host's apt fetches, by the host's network, and the chroot's dpkg
-	// installs. Settings of the host itself stay out: Dir::Etc is the tree's.
-	var conf bytes.Buffer
-	fmt.Fprintf(&conf, "Dir %q;\nDir::Bin::Methods \"/usr/lib/apt/methods\";\n", merged)
-	fmt.Fprintf(&conf, "Dir::State::Status %q;\n", filepath.Join(merged, "var/lib/dpkg/status"))
-	fmt.Fprintf(&conf, "DPkg::Chroot-Directory %q;\nAPT::Sandbox::User \"root\";\nAPT::Install-Recommends \"false\";\nAcquire::Languages \"none\";\n", merged)
-	for _, setting := range settings {
-		fmt.Fprintf(&conf, "%s;\n", setting)
-	}
-	confPath := filepath.Join(work, "apt.conf")
-	if err := os.WriteFile(confPath, conf.Bytes(), 0o644); err != nil {
-		return fmt.Errorf("images: %w", err)
-	}
-	staged := filepath.Join(work, "files")
-	for path, text := range image.Files {
-		target := filepath.Join(staged, path)
-		if err := os.MkdirAll(filepath.Dir(target), 0o755); err != nil {
-			return fmt.Errorf("images: %w", err)
-		}
-		if err := os.WriteFile(target, []byte(text), 0o644); err != nil {
-			return fmt.Errorf("images: %w", err)
-		}
-	}
-	// Services are not started while an image is built.
-	const script = `
-set -e
-mount -t overlay -o "lowerdir=$LOWER,upperdir=$UPPER,workdir=$SCRATCH,redirect_dir=off,metacopy=off,index=off" overlay "$MERGED"
-mount -t proc proc "$MERGED/proc"
-mount -t tmpfs tmpfs "$MERGED/run"
-for node in null zero random urandom; do
-	[ -e "$MERGED/dev/$node" ] || touch "$MERGED/dev/$node"
-	mount --bind "/dev/$node" "$MERGED/dev/$node"
-done
-printf '#!/bin/sh\nexit 101\n' >"$MERGED/usr/sbin/policy-rc.d"
-chmod 755 "$MERGED/usr/sbin/policy-rc.d"
-[ $# -eq 0 ] || apt-get -q -y install "$@"
-apt-get clean
-rm "$MERGED/usr/sbin/policy-rc.d"
-if [ -d "$FILES" ]; then
-	cd "$FILES"
-	find . -type f | while read -r file; do
-		mkdir -p "$MERGED/${file%/*}"
-		cp "$file" "$MERGED/$file"
-	done
-fi
-`
-	cmd := exec.CommandContext(ctx, "unshare", append([]string{"--mount", "--pid", "--fork", "--kill-child",
-		"sh", "-c", script, "install"}, image.Packages...)...)
-	cmd.Env = append(buildEnv(image.Created), "APT_CONFIG="+confPath, "DEBIAN_FRONTEND=noninteractive",
-		"LOWER="+lower, "UPPER="+upper, "SCRATCH="+scratch, "FILES="+staged, "MERGED="+merged)
-	if err := run(cmd); err != nil {
-		return fmt.Errorf("images: install %s in %s:%s: %w", strings.Join(image.Packages, " "), image.Name, image.Tag, err)
-	}
-	return nil
-}
-
-// buildEnv is the environment of what builds: nothing of the caller's shows.
-func buildEnv(created time.Time) []string {
-	return []string{
-		"PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-		"HOME=/root", "LC_ALL=C", "TZ=UTC",
-		"SOURCE_DATE_EPOCH=" + strconv.FormatInt(created.Unix(), 10),
-	}
-}
-
-// run is cmd.Run whose error has the last of what the command said.
-func run(cmd *exec.Cmd) error {
-	_, err := output(cmd)
-	return err
-}
-
-// output is cmd.Output whose error has the last of what the command said.
-func output(cmd *exec.Cmd) ([]byte, error) {
-	var stdout, all bytes.Buffer
-	cmd.Stdout, cmd.Stderr = &stdout, &all
-	// A command that was told to stop cleans up; then it is made to stop.
-	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }
-	cmd.WaitDelay = 20 * time.Second
-	if err := cmd.Run(); err != nil {
-		said := strings.TrimSpace(all.String())
-		if said == "" {
-			said = strings.TrimSpace(stdout.String())
-		}
-		return nil, fmt.Errorf("%s: %w\n%s", filepath.Base(cmd.Path), err, lastLines(said, 15))
-	}
-	return stdout.Bytes(), nil
-}
-
-func lastLines(text string, n int) string {
-	lines := strings.Split(text, "\n")
-	return strings.Join(lines[max(0, len(lines)-n):], "\n")
 }

@@ -8,6 +8,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -22,44 +23,172 @@ func TestDeclared(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	first, err := c.Find("redis:1")
-	if err != nil {
-		t.Fatal(err)
+	versions := map[string][]Image{}
+	for _, image := range c.Images {
+		versions[image.Name] = append(versions[image.Name], image)
+		if image.Task == "" || image.Category == "" || image.Version == "" {
+			t.Errorf("%s lacks a task, a category or a version", image.Ref())
+		}
 	}
-	second, err := c.Find("redis:2")
-	if err != nil {
-		t.Fatal(err)
+	for name, images := range versions {
+		if len(images) != 2 || images[0].Tag != "1" || images[1].Tag != "2" {
+			t.Errorf("%s: want the versions 1 and 2, got %d", name, len(images))
+			continue
+		}
+		if images[0].Snapshot == images[1].Snapshot {
+			t.Errorf("both versions of %s have one snapshot, so they share a layer", name)
+		}
+		if diff := cmp.Diff(images[0].Entrypoint, images[1].Entrypoint); diff != "" {
+			t.Errorf("the versions of %s start differently:\n%s", name, diff)
+		}
 	}
-	if first.Base == second.Base {
-		t.Error("both versions of redis have one base, so they share a layer")
+	want := []string{"debian", "redis", "memcached", "postgres", "registry", "nginx", "django", "nextjs",
+		"python", "node", "golang", "gcc", "openjdk", "scipy", "pytorch"}
+	for _, name := range want {
+		if versions[name] == nil {
+			t.Errorf("%s is not declared", name)
+		}
 	}
-	if first.Probe == "" {
-		t.Error("redis:1 has no probe")
+	if len(c.Hub) != 21 {
+		t.Errorf("%d images of a public registry, want the 21 of Starlight's table 2", len(c.Hub))
 	}
 	if _, err := c.Find("redis:3"); err == nil || !strings.Contains(err.Error(), "redis:2") {
 		t.Errorf("an image that is not declared: %v", err)
 	}
 }
 
+const (
+	testSnapshot = "[[snapshot]]\nname=\"s\"\nsuite=\"bookworm\"\npockets=[\"release\"]\ncreated=2025-01-01T00:00:00Z\n"
+	testBase     = "[[base]]\nname=\"b\"\n"
+	testImage    = "[[image]]\nname=\"i\"\nbase=\"b\"\nprobe=\"exit\"\n"
+	testVersion  = "[[image.version]]\ntag=\"1\"\nsnapshot=\"s\"\n"
+	testAll      = testSnapshot + testBase + testImage + testVersion
+)
+
 func TestParseRefuses(t *testing.T) {
-	const base = "[[base]]\nname=\"b\"\npockets=[\"release\"]\ncreated=2025-01-01T00:00:00Z\n"
-	const image = "[[image]]\nname=\"i\"\ntag=\"1\"\nbase=\"b\"\ncreated=2025-01-01T00:00:00Z\n"
-	if _, err := parse([]byte(base + image)); err != nil {
+	if _, err := Parse([]byte(testAll)); err != nil {
 		t.Fatal(err)
 	}
-	for name, text := range map[string]string{
-		"unknown key":    base + image + "colour=\"red\"\n",
-		"unknown pocket": strings.Replace(base, "release", "sid", 1),
-		"unknown base":   image,
-		"image twice":    base + image + image,
-		"no tag":         base + strings.Replace(image, "tag=\"1\"\n", "", 1),
-		"no pockets":     strings.Replace(base, "[\"release\"]", "[]", 1),
-		"path upwards":   base + image + "[image.files]\n\"/../etc/passwd\"=\"\"\n",
-		"relative path":  base + image + "[image.files]\n\"etc/passwd\"=\"\"\n",
-	} {
-		if _, err := parse([]byte(text)); err == nil {
-			t.Errorf("%s: no error", name)
+	without := func(part string) string { return strings.Replace(testAll, part, "", 1) }
+	with := func(old, new string) string {
+		if !strings.Contains(testAll, old) {
+			t.Fatalf("no %q to replace", old)
 		}
+		return strings.Replace(testAll, old, new, 1)
+	}
+	for name, c := range map[string]struct{ text, want string }{
+		"unknown key":       {testAll + "colour=\"red\"\n", "colour"},
+		"unknown pocket":    {with("release", "sid"), "sid"},
+		"unknown base":      {without(testBase), "no base"},
+		"unknown snapshot":  {without(testSnapshot), "no snapshot"},
+		"version twice":     {testAll + testVersion, "twice"},
+		"no version":        {without(testVersion), "no version"},
+		"no tag":            {without("tag=\"1\"\n"), "tag"},
+		"no pockets":        {with("[\"release\"]", "[]"), "pockets"},
+		"no probe":          {without("probe=\"exit\"\n"), "probe"},
+		"odd name":          {with("name=\"i\"", "name=\"I/J\""), "name and tag"},
+		"path upwards":      {with(testVersion, "[[image.layer]]\nfiles={\"/../etc/passwd\"=\"\"}\n"+testVersion), "absolute"},
+		"relative path":     {with(testVersion, "[[image.layer]]\nfiles={\"etc/passwd\"=\"\"}\n"+testVersion), "absolute"},
+		"empty layer":       {with(testVersion, "[[image.layer]]\n"+testVersion), "empty"},
+		"npm, no version":   {with(testVersion, "[[image.layer]]\nnpm=[\"@a/b\"]\n"+testVersion), "NAME@VERSION"},
+		"no value":          {with(testVersion, "[[image.layer]]\nrun=\"%{x}\"\n"+testVersion), "%{x}"},
+		"base of itself":    {with(testBase, testBase+"from=\"b\"\n"), "itself"},
+		"base with layers":  {with(testBase, testBase+"[[base.layer]]\nrun=\"true\"\n"), "no from"},
+		"hub with a host":   {testAll + "[[hub]]\nname=\"registry.example/a:1\"\nprobe=\"exit\"\n", "without a host"},
+		"hub without a tag": {testAll + "[[hub]]\nname=\"a\"\nprobe=\"exit\"\n", "TAG"},
+		"hub, no local one": {testAll + "[[hub]]\nname=\"a:1\"\nlocal=\"a\"\nprobe=\"exit\"\n", "called"},
+		"not TOML":          {"[[image", "images: read declarations"},
+	} {
+		if _, err := Parse([]byte(c.text)); err == nil || !strings.Contains(err.Error(), c.want) {
+			t.Errorf("%s: got %v, want something with %q", name, err, c.want)
+		}
+	}
+}
+
+func TestValues(t *testing.T) {
+	c, err := Parse([]byte(testSnapshot + testBase + testImage + `
+version_of = "%{v}"
+args = ["echo", "%{tag}"]
+[[image.layer]]
+npm = ["a@%{v}"]
+packages = ["p-%{suite}"]
+files = { "/%{v}" = "%{v} and %{v}, not {v} or %v" }
+run = "run %{v}"
+pip = ["q==%{v}"]
+[[image.version]]
+tag = "1"
+snapshot = "s"
+values = { v = "7.1" }
+[[image.version]]
+tag = "2"
+snapshot = "s"
+values = { v = "7.2" }
+`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if diff := cmp.Diff([]Layer{{
+		Npm: []string{"a@7.2"}, Packages: []string{"p-bookworm"},
+		Files: map[string]string{"/7.2": "7.2 and 7.2, not {v} or %v"}, Run: "run 7.2", Pip: []string{"q==7.2"},
+	}}, c.Images[1].Layers); diff != "" {
+		t.Errorf("layers (-want +got):\n%s", diff)
+	}
+	if got := c.Images[0].Args[1] + c.Images[0].Version + c.Images[1].Args[1] + c.Images[1].Version; got != "17.127.2" {
+		t.Errorf("args and versions: %s", got)
+	}
+	selected, err := c.Select([]string{"i:2"})
+	if err != nil || len(selected) != 1 || selected[0].Tag != "2" {
+		t.Errorf("select i:2: %v, %v", selected, err)
+	}
+	if selected, err = c.Select([]string{"i"}); err != nil || len(selected) != 2 {
+		t.Errorf("select i: %v, %v", selected, err)
+	}
+	if _, err = c.Select([]string{"i", "j"}); err == nil {
+		t.Error("select j: no error")
+	}
+}
+
+func TestSourceLines(t *testing.T) {
+	const targets = `http://mirror.example/debian bookworm main
+http://mirror.example/debian bookworm contrib
+http://mirror.example/debian bookworm main
+http://mirror.example/debian bookworm-updates main
+http://mirror.example/debian-security bookworm-security main
+http://other.example/repo other main
+`
+	lines, err := sourceLines(targets, "bookworm", "trixie", []string{"release", "security", "backports"})
+	want := []string{
+		"deb http://mirror.example/debian trixie main",
+		"deb http://mirror.example/debian-security trixie-security main",
+		"deb http://mirror.example/debian trixie-backports main",
+	}
+	if diff := cmp.Diff(want, lines); err != nil || diff != "" {
+		t.Errorf("%v, (-want +got):\n%s", err, diff)
+	}
+	if _, err := sourceLines(targets, "noble", "noble", []string{"release"}); err == nil || !strings.Contains(err.Error(), "sources.list.d") {
+		t.Errorf("a suite that the host does not have: %v", err)
+	}
+}
+
+func TestPackageVersion(t *testing.T) {
+	const status = "Package: a\nVersion: 1\n\nPackage: b\nDescription: c\n Version: 3\nVersion: 5:2-1\n\nPackage: c\nVersion: 4\n"
+	if got, err := packageVersion(status, "b"); got != "5:2-1" || err != nil {
+		t.Errorf("b: %q, %v", got, err)
+	}
+	if _, err := packageVersion(status, "d"); err == nil {
+		t.Error("d: no error")
+	}
+}
+
+func TestClientEnv(t *testing.T) {
+	env := clientEnv([]string{"PIP_INDEX_URL=http://index.example", "https_proxy=http://proxy.example", "PIP_FIND_LINKS=/opt", "SECRET=1"})
+	for _, want := range []string{"PIP_INDEX_URL=http://index.example", "https_proxy=http://proxy.example", "PIP_CACHE_DIR=/run/build/cache/pip"} {
+		if !slices.Contains(env, want) {
+			t.Errorf("no %s in %q", want, env)
+		}
+	}
+	if all := strings.Join(env, " "); strings.Contains(all, "SECRET") || strings.Contains(all, "/opt") {
+		t.Errorf("too much in %q", env)
 	}
 }
 

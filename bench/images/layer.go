@@ -2,6 +2,7 @@ package images
 
 import (
 	"archive/tar"
+	"bufio"
 	"compress/gzip"
 	"errors"
 	"fmt"
@@ -23,10 +24,10 @@ import (
 var leftovers = []string{
 	"dev/", "proc/", "sys/", "run/", "tmp/",
 	"var/lib/apt/lists/", "var/cache/apt/", "var/cache/debconf/", "var/cache/ldconfig/",
-	"var/log/apt/", "var/log/dpkg.log", "var/log/alternatives.log", "var/log/bootstrap.log",
+	"root/.cache/", "root/.npm/", "var/log/apt/", "var/log/dpkg.log", "var/log/alternatives.log", "var/log/bootstrap.log",
 	"var/lib/dpkg/status-old", "var/lib/dpkg/available-old", "var/lib/dpkg/diversions-old", "var/lib/dpkg/statoverride-old",
 	"etc/passwd-", "etc/group-", "etc/shadow-", "etc/gshadow-", "etc/.pwd.lock",
-	"etc/resolv.conf", "etc/hostname", "etc/machine-id", "var/lib/dbus/machine-id",
+	"etc/resolv.conf", "etc/hostname", "etc/hosts", "etc/machine-id", "var/lib/dbus/machine-id",
 }
 
 func isLeftover(name string) bool {
@@ -48,15 +49,27 @@ func writeLayer(w io.Writer, root string, overlay bool, created time.Time) (spec
 	blob := &counter{to: w, hash: digest.Canonical.Digester()}
 	compressed := gzip.NewWriter(blob)
 	diff := digest.Canonical.Digester()
-	writer := layerWriter{
-		tar:     tar.NewWriter(io.MultiWriter(compressed, diff.Hash())),
-		root:    root,
-		overlay: overlay,
-		created: created,
-		links:   map[inode]string{},
-	}
-	err := filepath.WalkDir(root, writer.add)
-	err = errors.Join(err, writer.tar.Close(), compressed.Close())
+	// Reading and digesting the tree is half of the work: it is done beside
+	// compressing. The goroutine ends with the pipe, of which both ends close.
+	reader, pipe := io.Pipe()
+	go func() {
+		buffered := bufio.NewWriterSize(io.MultiWriter(pipe, diff.Hash()), 1<<20)
+		writer := layerWriter{
+			tar:     tar.NewWriter(buffered),
+			root:    root,
+			overlay: overlay,
+			created: created,
+			links:   map[inode]string{},
+		}
+		err := filepath.WalkDir(root, writer.add)
+		if err == nil { // else the first error says it all
+			err = errors.Join(writer.tar.Close(), buffered.Flush())
+		}
+		pipe.CloseWithError(err)
+	}()
+	_, err := io.Copy(compressed, reader)
+	reader.CloseWithError(err)
+	err = errors.Join(err, compressed.Close())
 	if err != nil {
 		return specs.Descriptor{}, "", fmt.Errorf("images: write layer of %s: %w", root, err)
 	}
