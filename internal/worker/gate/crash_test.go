@@ -27,16 +27,21 @@ import (
 type world struct {
 	t    *testing.T
 	dir  string
+	fuse bool   // behind a FUSE gate
 	data []byte // of the one file
 	mnt  string
 
 	keeper int // process ID, as the daemon said last
 }
 
-func newWorld(t *testing.T, size int) *world {
+func newWorld(t *testing.T, size int, fuse bool) *world {
 	t.Helper()
-	need(t)
-	w := &world{t: t, dir: t.TempDir(), data: gatetest.Random(9, size)}
+	if fuse {
+		needFUSE(t)
+	} else {
+		need(t)
+	}
+	w := &world{t: t, dir: t.TempDir(), fuse: fuse, data: gatetest.Random(9, size)}
 	tree := gatetest.NewTree(t, w.dir, map[string][]byte{"file": w.data})
 	tree.NewArena(t, filepath.Join(w.dir, "arena")).Close()
 	w.write("truth", tree.Truth)
@@ -44,7 +49,16 @@ func newWorld(t *testing.T, size int) *world {
 	t.Cleanup(w.killKeeper)
 	d := w.start(daemon{}, "nogate") // guards, then goes away
 	w.mnt = filepath.Join(w.dir, "mnt")
-	tree.Mount(t, filepath.Join(w.dir, "arena"), w.mnt)
+	t.Cleanup(func() { unmountAll(t, filepath.Join(w.dir, "gate")) })
+	device := filepath.Join(w.dir, "arena")
+	if fuse {
+		b, err := os.ReadFile(filepath.Join(w.dir, "device"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		device = string(b)
+	}
+	tree.Mount(t, device, w.mnt)
 	d.ask("quit")
 	d.wait()
 	return w
@@ -72,7 +86,7 @@ type process struct {
 // have found: "takeover" or "nogate".
 func (w *world) start(d daemon, how string) *process {
 	w.t.Helper()
-	d.Dir = w.dir
+	d.Dir, d.FUSE = w.dir, w.fuse
 	config, err := json.Marshal(d)
 	if err != nil {
 		w.t.Fatal(err)
@@ -252,8 +266,16 @@ func (w *world) quiet(ch <-chan error) {
 	}
 }
 
-func TestDaemonKilled(t *testing.T) {
-	w := newWorld(t, 1<<20)
+// onBoth runs a test on either gate.
+func onBoth(t *testing.T, test func(t *testing.T, fuse bool)) {
+	t.Run("fanotify", func(t *testing.T) { test(t, false) })
+	t.Run("fuse", func(t *testing.T) { test(t, true) })
+}
+
+func TestDaemonKilled(t *testing.T) { onBoth(t, testDaemonKilled) }
+
+func testDaemonKilled(t *testing.T, fuse bool) {
+	w := newWorld(t, 1<<20, fuse)
 	d := w.start(daemon{}, "takeover")
 	first := w.readers(blocks(0, 20)...)
 	d.ask("pending 20")
@@ -282,7 +304,9 @@ func TestDaemonKilled(t *testing.T) {
 }
 
 // TestDaemonKilledAt kills the daemon at each point of an event's way.
-func TestDaemonKilledAt(t *testing.T) {
+func TestDaemonKilledAt(t *testing.T) { onBoth(t, testDaemonKilledAt) }
+
+func testDaemonKilledAt(t *testing.T, fuse bool) {
 	for _, tt := range []struct {
 		point string
 		eio   bool // the event is denied
@@ -292,8 +316,14 @@ func TestDaemonKilledAt(t *testing.T) {
 		{"handled", false},
 		{"answered", false}, // and noted still
 	} {
+		if fuse {
+			if tt.point == "noted" {
+				continue // no journal
+			}
+			tt.eio = false // the kernel tells of it again
+		}
 		t.Run(tt.point, func(t *testing.T) {
-			w := newWorld(t, 1<<20)
+			w := newWorld(t, 1<<20, fuse)
 			d := w.start(daemon{Stop: tt.point, StopAt: 3, Demand: true}, "takeover")
 			f := w.open()
 			var errs []error
@@ -324,8 +354,10 @@ func TestDaemonKilledAt(t *testing.T) {
 	}
 }
 
-func TestKeeperKilled(t *testing.T) {
-	w := newWorld(t, 1<<20)
+func TestKeeperKilled(t *testing.T) { onBoth(t, testKeeperKilled) }
+
+func testKeeperKilled(t *testing.T, fuse bool) {
+	w := newWorld(t, 1<<20, fuse)
 	d := w.start(daemon{}, "takeover")
 	for range 3 {
 		w.killKeeper()
@@ -343,25 +375,37 @@ func TestKeeperKilled(t *testing.T) {
 }
 
 // TestBothKilled: what invariant 3 cannot prevent must at least be seen.
-func TestBothKilled(t *testing.T) {
-	w := newWorld(t, 1<<20)
+func TestBothKilled(t *testing.T) { onBoth(t, testBothKilled) }
+
+func testBothKilled(t *testing.T, fuse bool) {
+	w := newWorld(t, 1<<20, fuse)
 	d := w.start(daemon{}, "takeover")
 	d.cmd.Process.Signal(unix.SIGSTOP) // so that it cannot start another keeper
 	w.killKeeper()
 	d.kill()
+	if fuse {
+		// This gate fails closed.
+		for _, err := range w.collect(w.readers(blocks(0, 20)...), 20) {
+			if !errors.Is(err, unix.EIO) && !errors.Is(err, unix.ENOTCONN) {
+				t.Errorf("read without a gate: %v, want EIO", err)
+			}
+		}
+	}
 	w.start(daemon{}, "nogate")
 }
 
 // TestRandomKills reads every block of a file once while daemons and keepers
 // die at any moment.
-func TestRandomKills(t *testing.T) {
+func TestRandomKills(t *testing.T) { onBoth(t, testRandomKills) }
+
+func testRandomKills(t *testing.T, fuse bool) {
 	const (
 		size    = 64 << 20
 		kills   = 120
 		readers = 16
 		most    = 45 * time.Second
 	)
-	w := newWorld(t, size)
+	w := newWorld(t, size, fuse)
 	order := rand.Perm(size / 4096)
 	var (
 		next               atomic.Int64

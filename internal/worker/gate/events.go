@@ -3,7 +3,6 @@ package gate
 import (
 	"errors"
 	"fmt"
-	"log/slog"
 	"math"
 	"syscall"
 	"time"
@@ -217,22 +216,9 @@ func (g *Fanotify) waitLocked(a *guarded, p pendingEvent) {
 		if err == nil {
 			err = errors.New("the range did not become present")
 		}
-		a.logDenied(g.log, p, err)
+		a.denials.log(g.log, a.name, p.off, p.n, p.pid, err)
 		g.decide(p, false)
 	})
-}
-
-// logDenied says that a read failed, once a second for each arena.
-func (a *guarded) logDenied(log *slog.Logger, p pendingEvent, err error) {
-	a.logMu.Lock()
-	defer a.logMu.Unlock()
-	if time.Since(a.logged) < time.Second {
-		a.unlogged++
-		return
-	}
-	log.Warn("read failed with EIO", "arena", a.name, "offset", p.off, "count", p.n, "pid", p.pid,
-		"err", err, "unlogged", a.unlogged)
-	a.logged, a.unlogged = time.Now(), 0
 }
 
 // decide answers an event and forgets it, in the order that Fanotify's comment gives.

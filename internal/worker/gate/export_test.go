@@ -2,6 +2,7 @@ package gate
 
 import (
 	"os"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -31,3 +32,16 @@ func duplicate(fd int, name string) (*os.File, error) {
 
 // SetJournalLimit changes the limit of numbers in g's journal.
 func SetJournalLimit(g *Fanotify, limit uint64) { g.journal.setLimit(limit) }
+
+// Connection returns another descriptor of the FUSE connection.
+func (g *FUSE) Connection() (*os.File, error) { return duplicate(g.devFD, KeptFUSE) }
+
+// SetFuseGrace sets how long a released node stays.
+func SetFuseGrace(g *FUSE, d time.Duration) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.grace = d
+}
+
+// FuseNodes returns how many arenas g serves.
+func FuseNodes(g *FUSE) int { return len(*g.nodes.Load()) }

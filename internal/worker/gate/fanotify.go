@@ -41,7 +41,7 @@ type Keeper interface {
 	Drop(ctx context.Context, name string) error
 }
 
-// Options of a fanotify gate.
+// Options of a gate.
 type Options struct {
 	// Keeper is the second holder of the gate. Without one (nil) a crash of
 	// this process lets waiting reads through as zeros.
@@ -50,6 +50,9 @@ type Options struct {
 	// Takeover looks for the group and the journal in it. Files that it uses
 	// belong to the gate from then on; the others it leaves alone.
 	Held map[string]*os.File
+	// Dir is where a FUSE gate mounts its filesystem: a directory below the
+	// root, which it makes.
+	Dir string
 	// Logger gets what an operator should know. Nil: slog.Default().
 	Logger *slog.Logger
 	// MaxPending bounds the events read and not answered, each of which costs
@@ -182,9 +185,7 @@ type guarded struct {
 	released, complete atomic.Bool
 	since              time.Time // of the release
 
-	logMu    sync.Mutex
-	logged   time.Time
-	unlogged int
+	denials denials
 }
 
 var _ Gate = (*Fanotify)(nil)
@@ -474,4 +475,26 @@ func (g *Fanotify) Close() error {
 		}
 	}
 	return errors.Join(g.group.Close(), g.journal.close())
+}
+
+// Kind implements Gate.
+func (g *Fanotify) Kind() string { return "fanotify" }
+
+// Device implements Gate: the arena itself.
+func (g *Fanotify) Device(_, arena string) string { return arena }
+
+// Idle implements Gate.
+func (g *Fanotify) Idle() bool {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return len(g.names) == 0
+}
+
+// End implements Gate.
+func (g *Fanotify) End(ctx context.Context) error {
+	err := g.Close()
+	if g.keeper != nil {
+		err = errors.Join(err, g.keeper.Drop(ctx, KeptGroup), g.keeper.Drop(ctx, KeptJournal))
+	}
+	return err
 }

@@ -62,6 +62,7 @@ func TestMain(m *testing.M) {
 // "present", which outlives it like a real one's.
 type daemon struct {
 	Dir    string
+	FUSE   bool          // its gate is a FUSE gate
 	Stop   string        // die by SIGKILL at this point of the gate ...
 	StopAt int64         // ... when it comes there for this time
 	Demand bool          // ranges arrive when they are needed ...
@@ -89,12 +90,8 @@ func (d *daemon) run() error {
 			unix.Kill(os.Getpid(), unix.SIGKILL)
 		}
 	})
-	how := "takeover"
-	g, err := gate.Takeover(ctx, o)
-	if errors.Is(err, gate.ErrNoGate) {
-		how = "nogate"
-		g, err = gate.New(ctx, o)
-	}
+	o.Dir = filepath.Join(d.Dir, "gate")
+	g, how, err := d.gate(ctx, o)
 	if err != nil {
 		return err
 	}
@@ -120,6 +117,9 @@ func (d *daemon) run() error {
 	if err := g.Start(); err != nil {
 		return err
 	}
+	if err := os.WriteFile(filepath.Join(d.Dir, "device"), []byte(g.Device("arena", arena.Name())), 0o600); err != nil {
+		return err
+	}
 	fmt.Println("ready", how, k.PID())
 	in := bufio.NewScanner(os.Stdin)
 	for in.Scan() {
@@ -143,6 +143,31 @@ func (d *daemon) run() error {
 		fmt.Println("ok")
 	}
 	return in.Err()
+}
+
+// stated is a gate that says what it does.
+type stated interface {
+	gate.Gate
+	Stats() gate.Stats
+}
+
+func (d *daemon) gate(ctx context.Context, o gate.Options) (g stated, how string, err error) {
+	how = "takeover"
+	if d.FUSE {
+		g, err = gate.TakeoverFUSE(o)
+	} else {
+		g, err = gate.Takeover(ctx, o)
+	}
+	if !errors.Is(err, gate.ErrNoGate) {
+		return g, how, err
+	}
+	how = "nogate"
+	if d.FUSE {
+		g, err = gate.NewFUSE(ctx, o)
+	} else {
+		g, err = gate.New(ctx, o)
+	}
+	return g, how, err
 }
 
 // late is a backing whose bytes take their time.
