@@ -243,7 +243,10 @@ func (d *demo) measure(ctx context.Context, w engines.Worker, v version) (r resu
 	if err := w.Complete(ctx, v, t); err != nil {
 		return r, err
 	}
-	last := t.Quiet(50*time.Millisecond+2*d.options.RTT, "")
+	if err := t.Quiet(ctx, 50*time.Millisecond+2*d.options.RTT, engines.Quiet); err != nil {
+		return r, err
+	}
+	last, _ := t.At(engines.Quiet)
 	waits, waited := t.Waited()
 	r = result{time: ready.Time, atReady: ready.Down, moved: last.Down, waits: waits, waited: waited}
 	return r, w.Check(ctx, v)

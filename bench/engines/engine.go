@@ -100,6 +100,7 @@ func All() []Engine {
 		&Hydrofoil{},
 		&Containerd{Snapshotter: "overlayfs"},
 		&Containerd{Snapshotter: "erofs"},
+		&Stargz{},
 		&Curl{},
 	}
 }

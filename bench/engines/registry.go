@@ -2,10 +2,13 @@ package engines
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"net"
 	"net/http"
 	"strings"
+
+	v1 "github.com/opencontainers/image-spec/specs-go/v1"
 
 	"hydrofoil.dev/foil/bench/link"
 	"hydrofoil.dev/foil/bench/site"
@@ -51,4 +54,20 @@ func Push(ctx context.Context, s *site.Site, im Image) error {
 		return fmt.Errorf("bench: the registry's %s is %s, not %s as it was pushed", im.Ref, got, im.Built.Digest)
 	}
 	return nil
+}
+
+// layerBytes is the size of the compressed layers of an image in the registry.
+func layerBytes(ctx context.Context, s *site.Site, ref string) (n int64, err error) {
+	out, err := s.Run(ctx, link.Cloud, "skopeo", "inspect", "--tls-verify=false", "--raw", "docker://"+ref)
+	if err != nil {
+		return 0, err
+	}
+	var manifest v1.Manifest
+	if err := json.Unmarshal([]byte(out), &manifest); err != nil {
+		return 0, fmt.Errorf("bench: manifest of %s: %w", ref, err)
+	}
+	for _, layer := range manifest.Layers {
+		n += layer.Size
+	}
+	return n, nil
 }

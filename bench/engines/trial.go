@@ -2,6 +2,7 @@ package engines
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"fmt"
 	"os"
@@ -138,26 +139,25 @@ func (t *Trial) watch() {
 
 // Quiet waits until less than a packet has come down the line for a period, and
 // marks when the last one came.
-func (t *Trial) Quiet(period time.Duration, m Mark) Point {
+func (t *Trial) Quiet(ctx context.Context, period time.Duration, m Mark) error {
 	last := t.Now()
 	for {
-		time.Sleep(tick)
+		select {
+		case <-ctx.Done():
+			return fmt.Errorf("bench: wait until the line is silent: %w", context.Cause(ctx))
+		case <-time.After(tick):
+		}
 		now := t.Now()
 		// A connection that is kept open says something now and then.
 		if now.Down-last.Down >= 1500 {
 			last = now
 		}
 		if now.Time-last.Time >= period {
-			if m != "" {
-				t.mark(m, last)
-			}
-			return last
+			t.mark(m, last)
+			return nil
 		}
 	}
 }
-
-// Ago is how long ago the trial began.
-func (t *Trial) Ago() time.Duration { return time.Since(t.began) }
 
 // Outcome is what a trial came to.
 type Outcome struct {

@@ -214,11 +214,10 @@ func (m *matrix) prepareImage(ctx context.Context, s *site.Site, full engines.Wo
 		return done, err
 	}
 	done.Push = time.Since(began)
-	after, err := site.DiskBytes(m.registry)
-	if err != nil {
+	if done.Storage, err = m.settled(ctx, before); err != nil {
 		return done, err
 	}
-	done.Storage = after - before
+	ingested := time.Since(began) - done.Push
 	m.log("pushed %s: %.1f MB, %.1f s", im.Name, float64(im.Built.LayerBytes())/1e6, done.Push.Seconds())
 	for _, e := range m.engines {
 		p, err := e.Prepare(ctx, s, m.Programs, im)
@@ -229,6 +228,9 @@ func (m *matrix) prepareImage(ctx context.Context, s *site.Site, full engines.Wo
 			done.PrepareErr[e.Name()] = err.Error()
 			m.log("%s cannot prepare %s: %v", e.Name(), im.Name, err)
 			continue
+		}
+		if e.Name() == "hydrofoil" {
+			p.Time, p.Storage = ingested, done.Storage-im.Built.LayerBytes()
 		}
 		done.Prepared[e.Name()] = p
 	}
@@ -251,6 +253,26 @@ func (m *matrix) prepareImage(ctx context.Context, s *site.Site, full engines.Wo
 		m.log("floor of %s: warm start %.2f s, %.2f MB touched", im.Name, done.Floor.Warm.Seconds(), float64(done.Floor.Touched)/1e6)
 	}
 	return done, m.out.PutImage(done)
+}
+
+// settled waits until the registry has ingested what was pushed, that is, until
+// its directory has not grown for a second, and says how much it grew.
+func (m *matrix) settled(ctx context.Context, before int64) (grown int64, err error) {
+	for still := 0; still < 4; still++ {
+		select {
+		case <-ctx.Done():
+			return 0, context.Cause(ctx)
+		case <-time.After(250 * time.Millisecond):
+		}
+		now, err := site.DiskBytes(m.registry)
+		if err != nil {
+			return 0, err
+		}
+		if now-before != grown {
+			grown, still = now-before, 0
+		}
+	}
+	return grown, nil
 }
 
 func pullForFloor(ctx context.Context, full engines.Worker, im engines.Image) error {
@@ -464,7 +486,9 @@ func (m *matrix) provision(ctx context.Context, s *site.Site, w engines.Worker, 
 	if err := w.Complete(ctx, im, t); err != nil {
 		return err
 	}
-	t.Quiet(50*time.Millisecond+2*r.RTT, engines.Quiet)
+	if err := t.Quiet(ctx, 50*time.Millisecond+2*r.RTT, engines.Quiet); err != nil {
+		return err
+	}
 	r.Late = max(s.Link.Stats(link.Cloud).Late, s.Link.Stats(link.Edge).Late)
 	if err := w.Check(ctx, im); err != nil {
 		return err

@@ -1,0 +1,231 @@
+// Package compare says what became better or worse between two results of a
+// benchmark, and whether that is more than noise.
+//
+// Runs are paired: the same engine, image, kind, link and repetition, so that
+// what disturbs a round disturbs both of a pair alike only if the two results
+// were made in turns; made one after the other, they share the machine alone.
+// For each setting and measure it gives both medians, the median of the pairs'
+// ratios, and a 95% interval of it (bootstrap). Over all settings of an engine a
+// sign test tells whether so many of them went the same way by chance.
+package compare
+
+import (
+	"cmp"
+	"fmt"
+	"io"
+	"math"
+	"slices"
+	"strings"
+	"text/tabwriter"
+	"time"
+
+	"hydrofoil.dev/foil/bench/engines"
+	"hydrofoil.dev/foil/bench/results"
+	"hydrofoil.dev/foil/bench/stats"
+)
+
+// Measure is one thing that is compared; less is better.
+type Measure struct {
+	Name string
+	of   func(r results.Run) float64
+}
+
+// Measures are those that are compared.
+var Measures = []Measure{
+	{"ready", func(r results.Run) float64 { return r.Marks[engines.Ready].Time.Seconds() }},
+	{"complete", func(r results.Run) float64 { return r.Marks[engines.Complete].Time.Seconds() }},
+	{"bytes until ready", func(r results.Run) float64 { return float64(r.Marks[engines.Ready].Down) }},
+	{"bytes in all", func(r results.Run) float64 { return float64(r.Marks[engines.Quiet].Down) }},
+	{"cpu", func(r results.Run) float64 { return r.CPU.Seconds() }},
+	{"memory", func(r results.Run) float64 { return float64(r.Memory) }},
+}
+
+// Verdict is what a difference amounts to.
+type Verdict string
+
+const (
+	Better Verdict = "better"
+	Worse  Verdict = "worse"
+	Same   Verdict = "no difference"
+	Few    Verdict = "too few runs"
+)
+
+// atLeast is the difference that is worth a word; a smaller one is none, however
+// sure it is.
+const atLeast = 0.02
+
+// Line is one setting and one measure.
+type Line struct {
+	Key     results.Key // without Rep
+	Measure string
+	Pairs   int
+	Before  float64 // medians
+	After   float64
+	Ratio   float64 // median of After over Before, pair by pair
+	stats.Interval
+	Verdict Verdict
+}
+
+// Summary is one engine, kind and measure over all its settings.
+type Summary struct {
+	Engine, Measure string
+	Kind            results.Kind
+	Settings        int
+	Up, Down        int     // settings whose ratio is above, below 1
+	Ratio           float64 // geometric mean of the settings' ratios
+	P               float64 // of the sign test
+	Verdict         Verdict
+}
+
+// Report is a comparison.
+type Report struct {
+	Lines     []Line
+	Summaries []Summary
+	Unpaired  int // runs of one result that the other lacks, or that failed in either
+}
+
+// Compare compares two results.
+func Compare(before, after results.Everything) Report {
+	var report Report
+	old := map[results.Key]results.Run{}
+	for _, r := range before.Runs {
+		old[r.Key] = r
+	}
+	type pair struct{ before, after results.Run }
+	pairs := map[results.Key][]pair{}
+	paired := 0
+	for _, r := range after.Runs {
+		was, ok := old[r.Key]
+		if !ok || was.Err != "" || r.Err != "" {
+			continue
+		}
+		paired++
+		k := r.Key
+		k.Rep = 0
+		pairs[k] = append(pairs[k], pair{was, r})
+	}
+	report.Unpaired = len(before.Runs) + len(after.Runs) - 2*paired
+	keys := make([]results.Key, 0, len(pairs))
+	for k := range pairs {
+		keys = append(keys, k)
+	}
+	slices.SortFunc(keys, func(a, b results.Key) int {
+		return cmp.Or(strings.Compare(a.Engine, b.Engine), strings.Compare(a.Image, b.Image), strings.Compare(string(a.Kind), string(b.Kind)),
+			cmp.Compare(a.Rate, b.Rate), cmp.Compare(a.RTT, b.RTT))
+	})
+	for _, k := range keys {
+		for _, measure := range Measures {
+			var was, is, ratios []float64
+			for _, p := range pairs[k] {
+				b, a := measure.of(p.before), measure.of(p.after)
+				if b > 0 && a > 0 {
+					was, is, ratios = append(was, b), append(is, a), append(ratios, a/b)
+				}
+			}
+			if len(ratios) > 0 {
+				report.Lines = append(report.Lines, judge(k, measure.Name, was, is, ratios))
+			}
+		}
+	}
+	report.summarise()
+	return report
+}
+
+func judge(k results.Key, measure string, was, is, ratios []float64) Line {
+	l := Line{
+		Key: k, Measure: measure, Pairs: len(ratios), Before: stats.Median(was), After: stats.Median(is),
+		Ratio: stats.Median(ratios), Interval: stats.Bootstrap(ratios, stats.Median), Verdict: Same,
+	}
+	switch {
+	case len(ratios) < 3:
+		l.Verdict = Few
+	case l.Contains(1) || math.Abs(l.Ratio-1) < atLeast:
+	case l.Ratio < 1:
+		l.Verdict = Better
+	default:
+		l.Verdict = Worse
+	}
+	return l
+}
+
+func (r *Report) summarise() {
+	type group struct {
+		engine, measure string
+		kind            results.Kind
+	}
+	ratios := map[group][]float64{}
+	var order []group
+	for _, l := range r.Lines {
+		g := group{l.Key.Engine, l.Measure, l.Key.Kind}
+		if ratios[g] == nil {
+			order = append(order, g)
+		}
+		ratios[g] = append(ratios[g], l.Ratio)
+	}
+	slices.SortStableFunc(order, func(a, b group) int {
+		return cmp.Or(strings.Compare(a.engine, b.engine), strings.Compare(string(a.kind), string(b.kind)))
+	})
+	for _, g := range order {
+		s := Summary{Engine: g.engine, Measure: g.measure, Kind: g.kind, Settings: len(ratios[g]), Ratio: stats.GeometricMean(ratios[g]), Verdict: Same}
+		for _, ratio := range ratios[g] {
+			switch {
+			case ratio > 1:
+				s.Up++
+			case ratio < 1:
+				s.Down++
+			}
+		}
+		s.P = stats.SignTest(s.Up, s.Down)
+		switch {
+		case s.Settings < 6:
+			// Even if all went the same way, that is chance in more than 5 of 100.
+			s.Verdict = Few
+		case s.P >= 0.05 || math.Abs(s.Ratio-1) < atLeast:
+		case s.Ratio < 1:
+			s.Verdict = Better
+		default:
+			s.Verdict = Worse
+		}
+		r.Summaries = append(r.Summaries, s)
+	}
+}
+
+// Write writes a comparison as text. Unless all is set, settings without a
+// difference are left out.
+func (r Report) Write(w io.Writer, all bool) error {
+	t := tabwriter.NewWriter(w, 0, 4, 2, ' ', 0)
+	fmt.Fprintln(t, "engine\tkind\tmeasure\tsettings\tafter/before\tup, down\tp\tverdict")
+	for _, s := range r.Summaries {
+		verdict := string(s.Verdict)
+		if s.Verdict == Few {
+			verdict = "too few settings"
+		}
+		fmt.Fprintf(t, "%s\t%s\t%s\t%d\t%.3f\t%d, %d\t%.3f\t%s\n", s.Engine, s.Kind, s.Measure, s.Settings, s.Ratio, s.Up, s.Down, s.P, verdict)
+	}
+	fmt.Fprintln(t)
+	fmt.Fprintln(t, "engine\timage\tkind\trtt\trate\tmeasure\tpairs\tbefore\tafter\tafter/before\t95% interval\tverdict")
+	left := 0
+	for _, l := range r.Lines {
+		if !all && (l.Verdict == Same || l.Verdict == Few) {
+			left++
+			continue
+		}
+		k := l.Key
+		fmt.Fprintf(t, "%s\t%s\t%s\t%v\t%g Mbit/s\t%s\t%d\t%s\t%s\t%.3f\t%.3f to %.3f\t%s\n", k.Engine, k.Image, k.Kind, k.RTT.Round(time.Millisecond),
+			float64(k.Rate)/1e6, l.Measure, l.Pairs, amount(l.Measure, l.Before), amount(l.Measure, l.After), l.Ratio, l.Low, l.High, l.Verdict)
+	}
+	if left > 0 {
+		fmt.Fprintf(t, "\n%d more settings show no difference, or have too few runs to tell (--all lists them)\n", left)
+	}
+	if r.Unpaired > 0 {
+		fmt.Fprintf(t, "\n%d runs have no partner in the other result, or failed there\n", r.Unpaired)
+	}
+	return t.Flush()
+}
+
+func amount(measure string, v float64) string {
+	if measure == "memory" || strings.HasPrefix(measure, "bytes") {
+		return fmt.Sprintf("%.2f MB", v/1e6)
+	}
+	return fmt.Sprintf("%.3f s", v)
+}

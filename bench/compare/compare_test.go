@@ -1,0 +1,76 @@
+package compare
+
+import (
+	"bytes"
+	"strings"
+	"testing"
+	"time"
+
+	"hydrofoil.dev/foil/bench/engines"
+	"hydrofoil.dev/foil/bench/results"
+)
+
+// made is a result whose times to ready, in milliseconds, are those given for
+// each of eight settings.
+func made(settings int, ready func(setting, rep int) int) (all results.Everything) {
+	for setting := range settings {
+		for rep := 1; rep <= 5; rep++ {
+			r := results.Run{Key: results.Key{Engine: "hydrofoil", Image: "redis", Kind: results.Fresh, RTT: time.Duration(setting) * time.Millisecond, Rep: rep}}
+			r.Marks = map[engines.Mark]engines.Point{engines.Ready: {Time: time.Duration(ready(setting, rep)) * time.Millisecond}}
+			all.Runs = append(all.Runs, r)
+		}
+	}
+	return all
+}
+
+// noise is up to 4% either way, and the same in no two repetitions.
+func noise(setting, rep int) int { return (setting*7 + rep*13) % 9 * 10 }
+
+func TestCompare(t *testing.T) {
+	before := made(8, func(s, r int) int { return 1000 + noise(s, r) })
+	for _, c := range []struct {
+		name  string
+		after results.Everything
+		line  Verdict // of the first setting
+		all   Verdict
+	}{
+		{"the same", before, Same, Same},
+		{"noise", made(8, func(s, r int) int { return 1000 + noise(s+4, r+2) }), Same, Same},
+		{"20% less", made(8, func(s, r int) int { return 800 + noise(s, r) }), Better, Better},
+		{"30% more", made(8, func(s, r int) int { return 1300 + noise(s+1, r) }), Worse, Worse},
+		{"sure, but too little", made(8, func(s, r int) int { return 1005 + noise(s, r) }), Same, Same},
+		{"few settings", made(3, func(s, r int) int { return 800 + noise(s, r) }), Better, Few},
+	} {
+		report := Compare(before, c.after)
+		if len(report.Lines) == 0 || len(report.Summaries) != 1 {
+			t.Fatalf("%s: %d lines, %d summaries", c.name, len(report.Lines), len(report.Summaries))
+		}
+		if got := report.Lines[0].Verdict; got != c.line {
+			t.Errorf("%s: setting is %s, want %s (%+v)", c.name, got, c.line, report.Lines[0])
+		}
+		if got := report.Summaries[0].Verdict; got != c.all {
+			t.Errorf("%s: all is %s, want %s (%+v)", c.name, got, c.all, report.Summaries[0])
+		}
+	}
+}
+
+// A failed run, and one that the other result lacks, are said to be missing.
+func TestUnpaired(t *testing.T) {
+	before := made(1, func(_, _ int) int { return 100 })
+	after := made(1, func(_, _ int) int { return 50 })
+	after.Runs = after.Runs[:4]
+	after.Runs[0].Err = "it did not start"
+	report := Compare(before, after)
+	if report.Unpaired != 3 || report.Lines[0].Pairs != 3 {
+		t.Errorf("%d unpaired, %d pairs; want 3 and 3", report.Unpaired, report.Lines[0].Pairs)
+	}
+	var out bytes.Buffer
+	if err := report.Write(&out, false); err != nil {
+		t.Fatal(err)
+	}
+	for _, want := range []string{"0.100 s", "0.050 s", "0.500", "better", "3 runs have no partner"} {
+		if !strings.Contains(out.String(), want) {
+			t.Errorf("%q is missing in:\n%s", want, out.String())
+		}
+	}
+}

@@ -1,0 +1,505 @@
+package report
+
+import (
+	"bytes"
+	"fmt"
+	"html/template"
+	"image/color"
+	"math"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"gonum.org/v1/plot"
+	"gonum.org/v1/plot/plotter"
+	"gonum.org/v1/plot/vg"
+	"gonum.org/v1/plot/vg/draw"
+	"gonum.org/v1/plot/vg/vgimg"
+	"gonum.org/v1/plot/vg/vgsvg"
+
+	"hydrofoil.dev/foil/bench/engines"
+	"hydrofoil.dev/foil/bench/results"
+)
+
+// figure is one drawing.
+type figure struct {
+	File    string // name of the PNG, without its ending
+	Title   string
+	Caption string
+	SVG     template.HTML
+	PNG     []byte
+}
+
+// section is figures that belong together.
+type section struct {
+	ID, Title, Text string
+	Figures         []figure
+}
+
+// Colours that people with any kind of sight tell apart (Okabe and Ito).
+var colours = map[string]color.RGBA{
+	"hydrofoil": {0, 114, 178, 255}, "overlayfs": {90, 90, 90, 255}, "erofs": {153, 112, 171, 255},
+	"stargz": {213, 94, 0, 255}, "soci": {0, 158, 115, 255}, "nydus": {204, 121, 167, 255}, "starlight": {230, 159, 0, 255},
+	"curl": {150, 150, 150, 255}, "floor": {20, 20, 20, 255},
+}
+
+func colour(engine string) color.RGBA {
+	if c, ok := colours[engine]; ok {
+		return c
+	}
+	return color.RGBA{86, 180, 233, 255}
+}
+
+// Lines of references, which run nothing, are broken.
+func dashes(engine string) []vg.Length {
+	switch engine {
+	case "floor":
+		return []vg.Length{vg.Points(2), vg.Points(2)}
+	case "curl":
+		return []vg.Length{vg.Points(5), vg.Points(3)}
+	}
+	return nil
+}
+
+// line is a series of a figure.
+type line struct {
+	engine string
+	points []point
+}
+
+// At this size text is readable on a phone, where a figure is as wide as the
+// screen, and two fit beside each other on a desk.
+const width, height = 5.2 * vg.Inch, 3.2 * vg.Inch
+
+func newPlot(x, y string) *plot.Plot {
+	p := plot.New()
+	p.X.Label.Text, p.Y.Label.Text = x, y
+	for _, style := range []*vg.Length{&p.X.Label.TextStyle.Font.Size, &p.Y.Label.TextStyle.Font.Size, &p.Legend.TextStyle.Font.Size} {
+		*style = 12
+	}
+	p.X.Tick.Label.Font.Size, p.Y.Tick.Label.Font.Size = 11, 11
+	p.Legend.Padding = vg.Points(1.5)
+	p.Legend.ThumbnailWidth = vg.Points(22)
+	p.Y.Min = 0
+	p.X.Tick.Marker, p.Y.Tick.Marker = majors{}, majors{}
+	grid := plotter.NewGrid()
+	grid.Vertical.Width = 0
+	grid.Horizontal.Color = color.Gray{220}
+	p.Add(grid)
+	return p
+}
+
+// render draws a plot twice: for the page, and as a file.
+func render(f figure, p *plot.Plot) (figure, error) {
+	svg := vgsvg.New(width, height)
+	p.Draw(margin(draw.New(svg)))
+	var page bytes.Buffer
+	if _, err := svg.WriteTo(&page); err != nil {
+		return f, fmt.Errorf("bench: draw %s: %w", f.File, err)
+	}
+	f.SVG = template.HTML(inline(page.String(), f.Title))
+	img := vgimg.NewWith(vgimg.UseWH(width, height), vgimg.UseDPI(192))
+	p.Draw(margin(draw.New(img)))
+	var file bytes.Buffer
+	if _, err := (vgimg.PngCanvas{Canvas: img}).WriteTo(&file); err != nil {
+		return f, fmt.Errorf("bench: draw %s: %w", f.File, err)
+	}
+	f.PNG = file.Bytes()
+	return f, nil
+}
+
+func margin(c draw.Canvas) draw.Canvas {
+	return draw.Crop(c, vg.Points(4), -vg.Points(8), vg.Points(4), -vg.Points(6))
+}
+
+var (
+	svgSize = regexp.MustCompile(`<svg width="[^"]*" height="[^"]*"`)
+	svgFont = regexp.MustCompile(`font-family:[^;"]*`)
+)
+
+// inline takes an SVG document apart for a page: no prologue, no size of its own,
+// the page's font, and a name for those who do not see it.
+func inline(svg, title string) string {
+	if i := strings.Index(svg, "<svg"); i > 0 {
+		svg = svg[i:]
+	}
+	svg = svgSize.ReplaceAllString(svg, `<svg role="img" aria-label="`+template.HTMLEscapeString(title)+`"`)
+	return svgFont.ReplaceAllString(svg, "font-family:Liberation Sans,Arial,Helvetica,sans-serif")
+}
+
+// drawLines draws lines with bands between the ends of their intervals.
+func drawLines(f figure, x, y string, lines []line) (figure, error) {
+	p := newPlot(x, y)
+	top := 0.0
+	for _, l := range lines {
+		c := colour(l.engine)
+		var upper, lower plotter.XYs
+		var middle plotter.XYs
+		wide := false
+		for _, pt := range l.points {
+			middle = append(middle, plotter.XY{X: pt.x, Y: pt.y})
+			upper = append(upper, plotter.XY{X: pt.x, Y: pt.High})
+			lower = append(lower, plotter.XY{X: pt.x, Y: pt.Low})
+			wide = wide || pt.High > pt.Low
+			top = max(top, pt.High)
+		}
+		if wide && len(middle) > 1 {
+			for i := len(lower) - 1; i >= 0; i-- {
+				upper = append(upper, lower[i])
+			}
+			band, err := plotter.NewPolygon(upper)
+			if err != nil {
+				return f, fmt.Errorf("bench: draw %s: %w", f.File, err)
+			}
+			band.Color = color.NRGBA{c.R, c.G, c.B, 45}
+			band.LineStyle.Width = 0
+			p.Add(band)
+		}
+		drawn, dots, err := plotter.NewLinePoints(middle)
+		if err != nil {
+			return f, fmt.Errorf("bench: draw %s: %w", f.File, err)
+		}
+		drawn.Color, drawn.Width, drawn.Dashes = c, vg.Points(2), dashes(l.engine)
+		dots.Color, dots.Shape, dots.Radius = c, draw.CircleGlyph{}, vg.Points(2.5)
+		p.Add(drawn)
+		if drawn.Dashes == nil {
+			p.Add(dots)
+		}
+		p.Legend.Add(label(l.engine), drawn)
+	}
+	p.X.Tick.Marker = marks(lines)
+	p.Legend.Top, p.Legend.Left = true, true
+	p.Y.Max = top * (1.12 + 0.085*float64(len(lines)))
+	return render(f, p)
+}
+
+// marks are ticks where something was measured.
+func marks(lines []line) plot.ConstantTicks {
+	var ticks plot.ConstantTicks
+	for _, l := range lines {
+		for _, pt := range l.points {
+			known := slices.ContainsFunc(ticks, func(t plot.Tick) bool { return t.Value == pt.x })
+			if !known {
+				ticks = append(ticks, plot.Tick{Value: pt.x, Label: fmt.Sprintf("%g", pt.x)})
+			}
+		}
+	}
+	return ticks
+}
+
+// majors leaves the small ticks out, which crowd a small figure.
+type majors struct{}
+
+func (majors) Ticks(low, high float64) (ticks []plot.Tick) {
+	for _, t := range (plot.DefaultTicks{}).Ticks(low, high) {
+		if t.Label != "" {
+			// 1.0 and 1.00 are 1.
+			if value, err := strconv.ParseFloat(t.Label, 64); err == nil {
+				t.Label = fmt.Sprintf("%g", value)
+			}
+			ticks = append(ticks, t)
+		}
+	}
+	return ticks
+}
+
+// drawBars draws groups of bars, a group for each name, a bar for each series.
+func drawBars(f figure, y string, names []string, series []line) (figure, error) {
+	p := newPlot("", y)
+	p.X.Tick.Length = 0
+	barWidth := vg.Points(min(26, 250/float64(max(1, len(names)*(len(series)+1)))))
+	top := 0.0
+	for i, s := range series {
+		var values plotter.Values
+		var points plotter.XYs
+		var errs plotter.YErrors
+		for j, pt := range s.points {
+			if math.IsNaN(pt.y) {
+				values = append(values, 0)
+				continue
+			}
+			values = append(values, pt.y)
+			if pt.High > pt.Low {
+				points = append(points, plotter.XY{X: float64(j), Y: pt.y})
+				errs = append(errs, struct{ Low, High float64 }{pt.y - pt.Low, pt.High - pt.y})
+			}
+			top = max(top, pt.y, pt.High)
+		}
+		bars, err := plotter.NewBarChart(values, barWidth)
+		if err != nil {
+			return f, fmt.Errorf("bench: draw %s: %w", f.File, err)
+		}
+		bars.Color, bars.LineStyle.Width = colour(s.engine), 0
+		bars.Offset = barWidth * vg.Length(float64(i)-float64(len(series)-1)/2)
+		p.Add(bars)
+		p.Legend.Add(label(s.engine), bars)
+		if len(points) > 0 {
+			whiskers, err := plotter.NewYErrorBars(struct {
+				plotter.XYs
+				plotter.YErrors
+			}{points, errs})
+			if err != nil {
+				return f, fmt.Errorf("bench: draw %s: %w", f.File, err)
+			}
+			p.Add(shifted{whiskers, bars.Offset})
+		}
+	}
+	p.NominalX(names...)
+	p.X.Min, p.X.Max = -0.6, float64(len(names))-0.4
+	p.Legend.Top, p.Legend.Left = true, true
+	p.Y.Max = max(top, 1e-9) * (1.12 + 0.085*float64(len(series)))
+	return render(f, p)
+}
+
+// shifted draws whiskers where the bars are that they belong to.
+type shifted struct {
+	plot.Plotter
+	by vg.Length
+}
+
+func (s shifted) Plot(c draw.Canvas, p *plot.Plot) {
+	c.Rectangle = c.Rectangle.Add(vg.Point{X: s.by})
+	s.Plotter.Plot(c, p)
+}
+
+// withFloor are engines and the floor, as figures show them.
+func (m *model) withFloor() []string { return append(append([]string(nil), m.engines...), "floor") }
+
+// sections are all figures.
+func (m *model) sections() (all []section, err error) {
+	for _, rate := range m.Matrix.Rates {
+		for _, build := range []func(int64) (section, error){m.means, m.speedups, m.byImage, m.bytes, m.timelines} {
+			s, err := build(rate)
+			if err != nil {
+				return nil, err
+			}
+			if len(s.Figures) > 0 {
+				all = append(all, s)
+			}
+		}
+	}
+	return all, nil
+}
+
+func (m *model) means(rate int64) (s section, err error) {
+	s = section{
+		ID: fmt.Sprintf("means-%s", rateName(rate)), Title: "Normalised provisioning time, " + rateText(rate),
+		Text: "Geometric mean over images of the time to ready, as a multiple of that of a fresh full pull of the same image at the shortest round-trip time. Bands are 95% confidence intervals (bootstrap over images). Lower is better.",
+	}
+	for _, kind := range m.kinds() {
+		var lines []line
+		var used []string
+		for _, e := range m.withFloor() {
+			if points, images := m.normalisedLine(e, kind, rate); len(points) > 0 {
+				lines = append(lines, line{e, points})
+				used = images
+			}
+		}
+		if len(lines) == 0 {
+			continue
+		}
+		f := figure{File: fmt.Sprintf("normalised-%s-%s", kind, rateName(rate)), Title: "Normalised time, " + string(kind),
+			Caption: "Images: " + strings.Join(used, ", ") + "."}
+		if f, err = drawLines(f, "round-trip time (ms)", "time to ready, normalised", lines); err != nil {
+			return s, err
+		}
+		s.Figures = append(s.Figures, f)
+	}
+	return s, nil
+}
+
+func (m *model) speedups(rate int64) (s section, err error) {
+	s = section{
+		ID: fmt.Sprintf("speedups-%s", rateName(rate)), Title: "Speed-up over a full pull, " + rateText(rate),
+		Text: "Harmonic mean over images of the time to ready of a fresh full pull by containerd, divided by the engine's, over the same link. Whiskers are 95% confidence intervals (bootstrap over images). Higher is better; T* is the most that can be had.",
+	}
+	var names []string
+	for _, rtt := range m.Matrix.RTTs {
+		names = append(names, fmt.Sprintf("%d ms", rtt.Milliseconds()))
+	}
+	for _, kind := range m.kinds() {
+		var series []line
+		for _, e := range m.engines {
+			if e == baseline && kind == results.Fresh {
+				continue // 1, by definition
+			}
+			points := make([]point, len(m.Matrix.RTTs))
+			found := false
+			for i, rtt := range m.Matrix.RTTs {
+				p, ok := m.speedup(e, kind, rtt, rate)
+				if !ok {
+					p.y = math.NaN()
+				}
+				points[i], found = p, found || ok
+			}
+			if found {
+				series = append(series, line{e, points})
+			}
+		}
+		if len(series) == 0 {
+			continue
+		}
+		var floors []string
+		for i, rtt := range m.Matrix.RTTs {
+			if p, ok := m.speedup("floor", kind, rtt, rate); ok {
+				floors = append(floors, fmt.Sprintf("%s: %.1f", names[i], p.y))
+			}
+		}
+		f := figure{File: fmt.Sprintf("speedup-%s-%s", kind, rateName(rate)), Title: "Speed-up, " + string(kind)}
+		if len(floors) > 0 {
+			f.Caption = "T* would be " + strings.Join(floors, ", ") + "."
+		}
+		if f, err = drawBars(f, "times as fast as a full pull", names, series); err != nil {
+			return s, err
+		}
+		s.Figures = append(s.Figures, f)
+	}
+	return s, nil
+}
+
+func (m *model) byImage(rate int64) (s section, err error) {
+	s = section{
+		ID: fmt.Sprintf("images-%s", rateName(rate)), Title: "Provisioning time by image, " + rateText(rate),
+		Text: "Time from the command until the container is ready: the median of the runs; bands reach from the fastest to the slowest. T* is the floor: a warm start, one round trip, and the bytes that are touched before ready at the link's rate.",
+	}
+	for _, image := range m.Matrix.Images {
+		for _, kind := range m.kinds() {
+			var lines []line
+			for _, e := range m.withFloor() {
+				if points := m.readyLine(e, image, kind, rate); len(points) > 0 {
+					lines = append(lines, line{e, points})
+				}
+			}
+			if len(lines) < 2 { // the floor alone is no measurement
+				continue
+			}
+			f := figure{File: fmt.Sprintf("time-%s-%s-%s", image, kind, rateName(rate)), Title: fmt.Sprintf("%s, %s", image, kind)}
+			if im, ok := m.version(image, kind); ok {
+				f.Caption = fmt.Sprintf("%s: %.0f MB in %d layers; ready when %s.", im.Name, megabytes(sum(im.Layers)), len(im.Layers), im.Probe)
+			}
+			if f, err = drawLines(f, "round-trip time (ms)", "time to ready (s)", lines); err != nil {
+				return s, err
+			}
+			s.Figures = append(s.Figures, f)
+		}
+	}
+	return s, nil
+}
+
+func (m *model) bytes(rate int64) (s section, err error) {
+	rtt := m.typicalRTT()
+	s = section{
+		ID: fmt.Sprintf("bytes-%s", rateName(rate)), Title: fmt.Sprintf("Bytes moved, %s, %d ms", rateText(rate), rtt.Milliseconds()),
+		Text: "What had come down the line, IP headers included, when the container was ready, and in all, as a part of the image's compressed layers.",
+	}
+	for _, kind := range m.kinds() {
+		for _, what := range []struct {
+			mark engines.Mark
+			name string
+		}{{engines.Ready, "until ready"}, {engines.Quiet, "in all"}} {
+			var names []string
+			series := make([]line, len(m.engines))
+			for i, e := range m.engines {
+				series[i].engine = e
+			}
+			for _, image := range m.Matrix.Images {
+				im, ok := m.version(image, kind)
+				if !ok {
+					continue
+				}
+				names = append(names, image)
+				for i, e := range m.engines {
+					p := point{y: math.NaN()}
+					if r, ok := m.middle(cell{e, image, kind, rtt, rate}); ok {
+						p.y = float64(r.Marks[what.mark].Down) / float64(sum(im.Layers))
+					}
+					series[i].points = append(series[i].points, p)
+				}
+			}
+			if len(names) == 0 {
+				continue
+			}
+			f := figure{File: fmt.Sprintf("bytes-%s-%s-%s", kind, what.mark, rateName(rate)), Title: fmt.Sprintf("Bytes %s, %s", what.name, kind)}
+			if f, err = drawBars(f, "part of the layers' bytes", names, series); err != nil {
+				return s, err
+			}
+			s.Figures = append(s.Figures, f)
+		}
+	}
+	return s, nil
+}
+
+func (m *model) timelines(rate int64) (s section, err error) {
+	rtt := m.typicalRTT()
+	s = section{
+		ID: fmt.Sprintf("timelines-%s", rateName(rate)), Title: fmt.Sprintf("The line during one run, %s, %d ms", rateText(rate), rtt.Milliseconds()),
+		Text: "What has come down the line since the command, in the run whose time to ready is the median. Dots are when the container was ready.",
+	}
+	for _, image := range m.Matrix.Images {
+		for _, kind := range m.kinds() {
+			f := figure{File: fmt.Sprintf("timeline-%s-%s-%s", image, kind, rateName(rate)), Title: fmt.Sprintf("%s, %s", image, kind)}
+			var told []string
+			p := newPlot("time since the command (s)", "megabytes")
+			top, drawn := 0.0, 0
+			for _, e := range m.engines {
+				r, ok := m.middle(cell{e, image, kind, rtt, rate})
+				if !ok || len(r.Timeline) < 2 {
+					continue
+				}
+				end := max(r.Marks[engines.Quiet].Time, r.Marks[engines.Ready].Time)
+				var xys plotter.XYs
+				for _, pt := range r.Timeline {
+					if pt.Time <= end+100*time.Millisecond {
+						xys = append(xys, plotter.XY{X: pt.Time.Seconds(), Y: megabytes(pt.Down)})
+						top = max(top, megabytes(pt.Down))
+					}
+				}
+				l, err := plotter.NewLine(xys)
+				if err != nil {
+					return s, fmt.Errorf("bench: draw %s: %w", f.File, err)
+				}
+				l.Color, l.Width, l.Dashes = colour(e), vg.Points(1.8), dashes(e)
+				p.Add(l)
+				ready := r.Marks[engines.Ready]
+				dot, err := plotter.NewScatter(plotter.XYs{{X: ready.Time.Seconds(), Y: megabytes(ready.Down)}})
+				if err != nil {
+					return s, fmt.Errorf("bench: draw %s: %w", f.File, err)
+				}
+				dot.Color, dot.Shape, dot.Radius = colour(e), draw.CircleGlyph{}, vg.Points(4.5)
+				p.Add(dot)
+				p.Legend.Add(label(e), l)
+				if r.Waits > 0 {
+					told = append(told, fmt.Sprintf("%s: %d reads waited %.2f s in sum before it was ready.", label(e), r.Waits, r.Waited.Seconds()))
+				}
+				drawn++
+			}
+			if drawn == 0 {
+				continue
+			}
+			p.Legend.Top, p.Legend.Left = true, true
+			p.Y.Max = top * (1.12 + 0.085*float64(drawn))
+			f.Caption = strings.Join(told, " ")
+			if f, err = render(f, p); err != nil {
+				return s, err
+			}
+			s.Figures = append(s.Figures, f)
+		}
+	}
+	return s, nil
+}
+
+// rateName is a rate in names of files.
+func rateName(rate int64) string {
+	return strings.NewReplacer(" ", "", "/s", "").Replace(strings.ToLower(rateText(rate)))
+}
+
+func megabytes(n int64) float64 { return float64(n) / 1e6 }
+
+func sum(x []int64) (n int64) {
+	for _, v := range x {
+		n += v
+	}
+	return n
+}

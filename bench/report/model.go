@@ -1,0 +1,239 @@
+// Package report draws what a benchmark has measured: one HTML page that needs
+// nothing else, the same figures as PNG files, and one JSON file with everything.
+//
+// The figures are those of the papers. Provisioning time against round-trip time,
+// for each image and as normalised geometric means with 95% confidence intervals
+// (Starlight, NSDI'22, figures 4 and 5); speed-ups over containerd as harmonic
+// means (figure 4b); where the time of one start goes, and how much more is moved
+// than is touched (FlacIO, FAST'25, table 1); and the line during one run.
+//
+// Every time is the median of a setting's runs. Runs that failed are in no
+// figure: they are listed, with where their logs are.
+package report
+
+import (
+	"cmp"
+	"fmt"
+	"math"
+	"slices"
+	"strings"
+	"time"
+
+	"hydrofoil.dev/foil/bench/engines"
+	"hydrofoil.dev/foil/bench/results"
+	"hydrofoil.dev/foil/bench/stats"
+)
+
+// What engines are compared with: a full pull.
+const baseline = "overlayfs"
+
+// labels are what figures call engines.
+var labels = map[string]string{
+	"hydrofoil": "Hydrofoil", "overlayfs": "containerd", "erofs": "containerd erofs", "stargz": "stargz",
+	"curl": "curl (layers)", "floor": "floor T*",
+}
+
+func label(engine string) string { return cmp.Or(labels[engine], engine) }
+
+// cell is a setting: all repetitions of one run.
+type cell struct {
+	engine, image string
+	kind          results.Kind
+	rtt           time.Duration
+	rate          int64
+}
+
+// model is a result, by setting.
+type model struct {
+	results.Everything
+	runs   map[cell][]results.Run // that did not fail
+	failed []results.Run
+	images map[string][]results.Image // by name without tag, its versions
+	// engines that have runs, in the order of the matrix.
+	engines []string
+}
+
+func newModel(all results.Everything) *model {
+	m := &model{Everything: all, runs: map[cell][]results.Run{}, images: map[string][]results.Image{}}
+	seen := map[string]bool{}
+	for _, r := range all.Runs {
+		if r.Err != "" {
+			m.failed = append(m.failed, r)
+			continue
+		}
+		c := cell{r.Engine, r.Image, r.Kind, r.RTT, r.Rate}
+		m.runs[c] = append(m.runs[c], r)
+		seen[r.Engine] = true
+	}
+	for _, e := range all.Matrix.Engines {
+		if seen[e.Name] {
+			m.engines = append(m.engines, e.Name)
+		}
+	}
+	for _, im := range all.Images {
+		name, _, _ := strings.Cut(im.Name, ":")
+		m.images[name] = append(m.images[name], im)
+	}
+	slices.Sort(m.Matrix.RTTs)
+	return m
+}
+
+// kinds are those that have runs.
+func (m *model) kinds() (kinds []results.Kind) {
+	for _, kind := range []results.Kind{results.Fresh, results.Update} {
+		for c := range m.runs {
+			if c.kind == kind {
+				kinds = append(kinds, kind)
+				break
+			}
+		}
+	}
+	return kinds
+}
+
+// ready are the times to ready of a setting's runs, in seconds.
+func (m *model) ready(c cell) (seconds []float64) {
+	for _, r := range m.runs[c] {
+		if p, ok := r.Marks[engines.Ready]; ok {
+			seconds = append(seconds, p.Time.Seconds())
+		}
+	}
+	return seconds
+}
+
+// version is the image that a run of a kind provisions.
+func (m *model) version(image string, kind results.Kind) (results.Image, bool) {
+	i := 0
+	if kind == results.Update {
+		i = 1
+	}
+	if i >= len(m.images[image]) {
+		return results.Image{}, false
+	}
+	return m.images[image][i], true
+}
+
+// floor is T* of an image over a link, in seconds; NaN if it was not measured.
+func (m *model) floor(image string, kind results.Kind, rtt time.Duration, rate int64) float64 {
+	im, ok := m.version(image, kind)
+	if !ok || im.Floor.Warm == 0 {
+		return math.NaN()
+	}
+	return im.Floor.At(rtt, rate).Seconds()
+}
+
+// point is a median with an interval.
+type point struct {
+	x, y float64
+	stats.Interval
+}
+
+// readyLine is time to ready against RTT (in ms), with the range of the runs.
+func (m *model) readyLine(engine, image string, kind results.Kind, rate int64) (line []point) {
+	for _, rtt := range m.Matrix.RTTs {
+		x := float64(rtt.Milliseconds())
+		if engine == "floor" {
+			if y := m.floor(image, kind, rtt, rate); !math.IsNaN(y) {
+				line = append(line, point{x, y, stats.Interval{Low: y, High: y}})
+			}
+			continue
+		}
+		if s := m.ready(cell{engine, image, kind, rtt, rate}); len(s) > 0 {
+			line = append(line, point{x, stats.Median(s), stats.Interval{Low: slices.Min(s), High: slices.Max(s)}})
+		}
+	}
+	return line
+}
+
+// norm is what times of an image are divided by: a fresh full pull at the
+// shortest round-trip time of the matrix.
+func (m *model) norm(image string, rate int64) float64 {
+	for _, rtt := range m.Matrix.RTTs {
+		if s := m.ready(cell{baseline, image, results.Fresh, rtt, rate}); len(s) > 0 {
+			return stats.Median(s)
+		}
+	}
+	return math.NaN()
+}
+
+// normalisedLine is the geometric mean over images of normalised time to ready,
+// against RTT. Only images count that the engine ran at every RTT.
+func (m *model) normalisedLine(engine string, kind results.Kind, rate int64) (line []point, images []string) {
+	byImage := map[string][]float64{}
+	for _, image := range m.Matrix.Images {
+		norm := m.norm(image, rate)
+		if math.IsNaN(norm) {
+			continue
+		}
+		times := m.readyLine(engine, image, kind, rate)
+		if len(times) != len(m.Matrix.RTTs) {
+			continue
+		}
+		images = append(images, image)
+		for _, p := range times {
+			byImage[image] = append(byImage[image], p.y/norm)
+		}
+	}
+	if len(images) == 0 {
+		return nil, nil
+	}
+	for i, rtt := range m.Matrix.RTTs {
+		var values []float64
+		for _, image := range images {
+			values = append(values, byImage[image][i])
+		}
+		line = append(line, point{float64(rtt.Milliseconds()), stats.GeometricMean(values), stats.Bootstrap(values, stats.GeometricMean)})
+	}
+	return line, images
+}
+
+// speedup is the harmonic mean over images of how many times as fast as a fresh
+// full pull over the same link an engine is.
+func (m *model) speedup(engine string, kind results.Kind, rtt time.Duration, rate int64) (point, bool) {
+	var values []float64
+	for _, image := range m.Matrix.Images {
+		full := m.ready(cell{baseline, image, results.Fresh, rtt, rate})
+		var own float64
+		if engine == "floor" {
+			own = m.floor(image, kind, rtt, rate)
+		} else {
+			own = stats.Median(m.ready(cell{engine, image, kind, rtt, rate}))
+		}
+		if len(full) > 0 && !math.IsNaN(own) {
+			values = append(values, stats.Median(full)/own)
+		}
+	}
+	if len(values) == 0 {
+		return point{}, false
+	}
+	return point{float64(rtt.Milliseconds()), stats.HarmonicMean(values), stats.Bootstrap(values, stats.HarmonicMean)}, true
+}
+
+// middle is the run of a setting whose time to ready is the median, or next to it.
+func (m *model) middle(c cell) (results.Run, bool) {
+	runs := slices.Clone(m.runs[c])
+	if len(runs) == 0 {
+		return results.Run{}, false
+	}
+	slices.SortFunc(runs, func(a, b results.Run) int {
+		return cmp.Compare(a.Marks[engines.Ready].Time, b.Marks[engines.Ready].Time)
+	})
+	return runs[(len(runs)-1)/2], true
+}
+
+// typicalRTT is that of figures that show only one: 150 ms, or the nearest.
+func (m *model) typicalRTT() time.Duration {
+	return slices.MinFunc(m.Matrix.RTTs, func(a, b time.Duration) int {
+		return cmp.Compare((a - 150*time.Millisecond).Abs(), (b - 150*time.Millisecond).Abs())
+	})
+}
+
+func rateText(rate int64) string {
+	switch {
+	case rate == 0:
+		return "no limit"
+	case rate >= 1e9:
+		return fmt.Sprintf("%g Gbit/s", float64(rate)/1e9)
+	}
+	return fmt.Sprintf("%g Mbit/s", float64(rate)/1e6)
+}
