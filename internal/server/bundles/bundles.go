@@ -18,6 +18,9 @@ import (
 	"io"
 	"log/slog"
 	"net/http"
+	"sync"
+
+	"github.com/opencontainers/go-digest"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/server/catalog"
@@ -32,6 +35,9 @@ type Options struct {
 	// Rootfs returns the rootfs of an image, made now if it is not there. A
 	// bundle.Error that it returns is what the worker is told.
 	Rootfs func(context.Context, *Resolved) (catalog.Rootfs, error)
+	// Repair makes anew what is lost or damaged of a rootfs and returns it. Nil
+	// means that such images fail.
+	Repair func(context.Context, *Resolved) (catalog.Rootfs, error)
 	// Memory bounds the indices and orders kept in memory; 0 means 256 MiB.
 	Memory int64
 	// Log takes failures; nil means slog.Default.
@@ -44,8 +50,11 @@ type Handler struct {
 	log     *slog.Logger
 	streams streams
 	indices *cache[*planner.Index] // by digest of the encoded TOC
-	orders  *cache[planner.Order]  // by digest of the config
+	orders  *cache[planner.Order]  // by digests of config and encoded TOC
 	mux     *http.ServeMux
+
+	mu       sync.Mutex
+	suspects map[digest.Digest]bool // guarded by mu: chain IDs to repair before they are served again
 }
 
 // New returns a Handler.
@@ -57,7 +66,7 @@ func New(o Options) *Handler {
 		o.Log = slog.Default()
 	}
 	h := &Handler{
-		o: o, log: o.Log, mux: http.NewServeMux(),
+		o: o, log: o.Log, mux: http.NewServeMux(), suspects: map[digest.Digest]bool{},
 		indices: newCache(o.Memory*7/8, (*planner.Index).Memory),
 		orders:  newCache(o.Memory/8, func(x planner.Order) int64 { return int64(4*len(x)) + 1024 }),
 	}
@@ -146,7 +155,6 @@ type pull struct {
 	w      *bundle.Writer
 	flush  func() error
 	queue  *queue
-	rootfs []catalog.Rootfs
 	about  string // the image that is being worked on
 }
 
@@ -190,9 +198,9 @@ func (p *pull) run(ctx context.Context, id string) error {
 		return writeFailed{err}
 	}
 	if err := p.queue.send(ctx, p.h.o.Objects, p.w, p.flush); err != nil {
-		if errors.Is(err, objects.ErrNotFound) {
-			for _, r := range p.rootfs {
-				p.h.forgetIndex(ctx, r)
+		if isDamage(err) {
+			for _, m := range p.images {
+				p.h.suspect(m)
 			}
 		}
 		return err
@@ -205,15 +213,7 @@ func (p *pull) run(ctx context.Context, id string) error {
 
 // header sends an image's section, at once, and returns its index and TOC.
 func (p *pull) header(ctx context.Context, i int, m *Resolved) (*planner.Index, []byte, error) {
-	r, err := p.h.rootfs(ctx, m)
-	if err != nil {
-		return nil, nil, err
-	}
-	encoded, err := p.h.encodedTOC(ctx, r)
-	if err != nil {
-		return nil, nil, err
-	}
-	x, err := p.h.index(ctx, r, encoded)
+	r, encoded, x, err := p.h.whole(ctx, m)
 	if err != nil {
 		return nil, nil, err
 	}
@@ -232,7 +232,6 @@ func (p *pull) header(ctx context.Context, i int, m *Resolved) (*planner.Index, 
 	if err := p.flush(); err != nil {
 		return nil, nil, writeFailed{err}
 	}
-	p.rootfs = append(p.rootfs, r)
 	return x, encoded, nil
 }
 

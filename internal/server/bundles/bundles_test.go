@@ -38,6 +38,8 @@ type server struct {
 	client *http.Client
 	made   atomic.Int32 // rootfs asked for
 	refuse atomic.Pointer[error]
+	// repairs counts calls of Repair, which repairs nothing.
+	repairs atomic.Int32
 }
 
 func start(t testing.TB, store objects.Store) *server {
@@ -52,6 +54,10 @@ func start(t testing.TB, store objects.Store) *server {
 			if err := s.refuse.Load(); err != nil {
 				return catalog.Rootfs{}, *err
 			}
+			return s.Catalog.Rootfs(ctx, m.ChainID)
+		},
+		Repair: func(ctx context.Context, m *bundles.Resolved) (catalog.Rootfs, error) {
+			s.repairs.Add(1)
 			return s.Catalog.Rootfs(ctx, m.ChainID)
 		},
 	})
@@ -564,13 +570,19 @@ func TestErrorsInStream(t *testing.T) {
 	if e := pull(); e.Code != bundle.CodeCorrupt {
 		t.Errorf("a pack that is gone: %v", e)
 	}
+	if n := s.repairs.Load(); n != 0 {
+		t.Errorf("repaired %d times before anything was known", n)
+	}
+	if e := pull(); e.Code != bundle.CodeCorrupt || s.repairs.Load() != 1 {
+		t.Errorf("the pull after it: %v, %d repairs", e, s.repairs.Load())
+	}
 	r, err := s.Catalog.Rootfs(context.Background(), x.ChainID)
-	if err != nil || r.Index != "" {
-		t.Errorf("the index that names it is kept: %+v, %v", r, err)
+	if err != nil {
+		t.Fatal(err)
 	}
 	s.Put(t, r.Key, []byte("another TOC"))
-	if e := pull(); e.Code != bundle.CodeCorrupt {
-		t.Errorf("a damaged TOC: %v", e)
+	if e := pull(); e.Code != bundle.CodeCorrupt || s.repairs.Load() != 2 {
+		t.Errorf("a damaged TOC: %v, %d repairs", e, s.repairs.Load())
 	}
 }
 

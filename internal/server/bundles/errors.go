@@ -10,8 +10,6 @@ import (
 
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/server/catalog"
-	"hydrofoil.dev/foil/internal/server/objects"
-	"hydrofoil.dev/foil/internal/server/planner"
 )
 
 // statuses says how an error's code is told before the stream has begun.
@@ -41,8 +39,7 @@ func wireError(err error, ref string) *bundle.Error {
 		code, message = bundle.CodeUnavailable, "the server stopped working on it; try again"
 	case errors.Is(err, syscall.ENOSPC):
 		code, message = bundle.CodeUnavailable, "the server's disk is full; free space there and try again"
-	case errors.Is(err, planner.ErrMissing), errors.Is(err, objects.ErrNotFound), errors.Is(err, catalog.ErrNotFound),
-		errors.Is(err, errDamaged):
+	case isDamage(err), errors.Is(err, catalog.ErrNotFound):
 		code, message = bundle.CodeCorrupt, "bytes of it are missing or damaged on the server; push the image again"
 	}
 	return &bundle.Error{Code: code, Message: message, Ref: ref}

@@ -17,18 +17,20 @@ func (h *Handler) Prepare(ctx context.Context, repository string, manifest diges
 	if err != nil {
 		return err
 	}
-	r, err := h.rootfs(ctx, m)
-	if err != nil {
-		return err
-	}
-	encoded, err := h.encodedTOC(ctx, r)
-	if err != nil {
-		return err
-	}
-	x, err := h.index(ctx, r, encoded)
+	_, encoded, x, err := h.whole(ctx, m)
 	if err != nil {
 		return err
 	}
 	_, err = h.order(ctx, m, x, encoded)
+	return err
+}
+
+// Suspect has an image verified, and what is damaged made anew, before it is
+// served or prepared the next time. The error is one of Prepare.
+func (h *Handler) Suspect(ctx context.Context, repository string, manifest digest.Digest) error {
+	m, err := resolve(ctx, h.o.Catalog, h.o.Objects, bundle.ImageRequest{Repository: repository, Reference: manifest.String()})
+	if err == nil {
+		h.suspect(m)
+	}
 	return err
 }

@@ -99,11 +99,15 @@ func (r *Resolved) resolveManifest(ctx context.Context, cat catalog.Repositories
 		return unsupported("config %s has %d bytes, at most %d", c.Digest, blob.Size, bundle.MaxManifest)
 	}
 	b, err := readObject(ctx, store, catalog.BlobKey(c.Digest), bundle.MaxManifest)
+	if err == nil && c.Digest.Algorithm().FromBytes(b) != c.Digest {
+		err = errDamaged
+	}
+	if isDamage(err) {
+		// What is not offered any more is pushed again by the next push.
+		err = errors.Join(err, cat.UnlinkBlob(context.WithoutCancel(ctx), r.Repository, c.Digest))
+	}
 	if err != nil {
 		return fmt.Errorf("read config %s: %w", c.Digest, err)
-	}
-	if c.Digest.Algorithm().FromBytes(b) != c.Digest {
-		return fmt.Errorf("read config %s: %w", c.Digest, errDamaged)
 	}
 	r.Config = bundle.Blob{Digest: c.Digest, MediaType: c.MediaType, Bytes: b}
 	if err := json.Unmarshal(b, &r.Image); err != nil {

@@ -14,8 +14,8 @@ import (
 
 // rootfs returns the rootfs of an image. If it cannot be had because a layer
 // was refused, the error says which and why.
-func (h *Handler) rootfs(ctx context.Context, m *Resolved) (catalog.Rootfs, error) {
-	r, err := h.o.Rootfs(ctx, m)
+func (h *Handler) rootfs(ctx context.Context, m *Resolved, get func(context.Context, *Resolved) (catalog.Rootfs, error)) (catalog.Rootfs, error) {
+	r, err := get(ctx, m)
 	if err == nil && r.ChainID != m.ChainID {
 		err = fmt.Errorf("rootfs of %s: got %s, want %s", m.Manifest.Digest, r.ChainID, m.ChainID)
 	}
@@ -68,7 +68,7 @@ func (h *Handler) index(ctx context.Context, r catalog.Rootfs, encoded []byte) (
 // order returns the order in which an image's segments are likely to be needed.
 // Without any the image arrives in the order of its TOC: late, but right.
 func (h *Handler) order(ctx context.Context, m *Resolved, x *planner.Index, encoded []byte) (planner.Order, error) {
-	return h.orders.get(ctx, string(m.Config.Digest), func(ctx context.Context) (planner.Order, error) {
+	return h.orders.get(ctx, string(m.Config.Digest)+" "+string(x.TOC()), func(ctx context.Context) (planner.Order, error) {
 		t, err := toc.Decode(encoded)
 		if err != nil {
 			return nil, fmt.Errorf("read TOC of %s: %w: %w", m.ChainID, errDamaged, err)
@@ -94,6 +94,7 @@ func (h *Handler) loadIndex(ctx context.Context, r catalog.Rootfs, t *toc.TOC) (
 	if err != nil {
 		return nil, err
 	}
+	r.Index = ""
 	if err := h.saveIndex(ctx, r, x); err != nil {
 		h.log.Warn("frame index cannot be kept", "chain_id", r.ChainID, "error", err)
 	}
@@ -114,16 +115,4 @@ func (h *Handler) saveIndex(ctx context.Context, r catalog.Rootfs, x *planner.In
 		return err
 	}
 	return h.o.Catalog.PutRootfs(ctx, r)
-}
-
-// forgetIndex makes the next pull build the index of a rootfs anew: packs that
-// it names are gone.
-func (h *Handler) forgetIndex(ctx context.Context, r catalog.Rootfs) {
-	h.indices.drop(string(r.TOC))
-	if r.Index != "" {
-		r.Index = ""
-		if err := h.o.Catalog.PutRootfs(ctx, r); err != nil {
-			h.log.Warn("a stale frame index cannot be dropped", "chain_id", r.ChainID, "error", err)
-		}
-	}
 }

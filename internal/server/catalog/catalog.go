@@ -95,6 +95,11 @@ type Dedup interface {
 	// is not stored has a nil Frame. Built for calls with 100,000 ids.
 	Locate(ctx context.Context, ids []segment.ID) ([]Location, error)
 
+	// Forget removes segments from what Locate finds, because their bytes turned
+	// out to be lost or damaged; those that are not there are passed over. The
+	// next pack that holds one becomes its place.
+	Forget(ctx context.Context, ids []segment.ID) error
+
 	// PutLayer records that the layer blob has been ingested, or refused.
 	// Called after every pack it needs has been added.
 	PutLayer(ctx context.Context, l Layer) error

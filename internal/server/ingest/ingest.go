@@ -327,6 +327,15 @@ func (g *Ingester) flatten(ctx context.Context, chain digest.Digest, rows []cata
 	if r, err := g.Catalog.Rootfs(ctx, chain); !errors.Is(err, catalog.ErrNotFound) {
 		return r, err
 	}
+	return g.flattenAnew(ctx, rows)
+}
+
+func (g *Ingester) flattenAnew(ctx context.Context, rows []catalog.Layer) (catalog.Rootfs, error) {
+	diffIDs := make([]digest.Digest, 0, len(rows))
+	for _, row := range rows {
+		diffIDs = append(diffIDs, row.DiffID)
+	}
+	chain := rootfs.ChainID(diffIDs)
 	encoded, err := g.encode(ctx, rows)
 	if err != nil {
 		return catalog.Rootfs{}, err

@@ -2,6 +2,7 @@ package planner
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 
@@ -52,7 +53,12 @@ func (c *Contents) segment(ctx context.Context, n uint32) ([]byte, error) {
 	return b, nil
 }
 
+// ErrDamaged is returned, wrapped, for a pack that does not have what an index
+// says.
+var ErrDamaged = errors.New("damaged pack")
+
 // ReadPart reads a stored frame, encoded, into buf if it is large enough.
+// Errors: objects.ErrNotFound; ErrDamaged when the pack is shorter.
 func ReadPart(ctx context.Context, store objects.Store, p Part, buf []byte) ([]byte, error) {
 	if cap(buf) < int(p.Length) {
 		buf = make([]byte, p.Length)
@@ -60,6 +66,9 @@ func ReadPart(ctx context.Context, store objects.Store, p Part, buf []byte) ([]b
 	buf = buf[:p.Length]
 	r, err := store.Open(ctx, p.Pack, p.Offset, int64(p.Length))
 	if err != nil {
+		if size, serr := store.Stat(ctx, p.Pack); serr == nil && size < p.Offset+int64(p.Length) {
+			err = fmt.Errorf("%w: it has %d bytes", ErrDamaged, size)
+		}
 		return nil, fmt.Errorf("read %d bytes at %d of pack %s: %w", p.Length, p.Offset, p.Pack, err)
 	}
 	defer r.Close()

@@ -3,6 +3,7 @@ package serve
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"sync"
 	"time"
@@ -14,23 +15,53 @@ import (
 	"hydrofoil.dev/foil/internal/server/catalog"
 	"hydrofoil.dev/foil/internal/server/ingest"
 	"hydrofoil.dev/foil/internal/server/layer"
+	"hydrofoil.dev/foil/internal/server/objects"
 )
 
-// rootfsOf lets the bundle endpoint have a rootfs made.
-func rootfsOf(g *ingest.Ingester) func(context.Context, *bundles.Resolved) (catalog.Rootfs, error) {
+// rootfsOf lets the bundle endpoint have a rootfs made, by Ingester.Rootfs or
+// Repair.
+//
+// A blob that is lost or damaged is taken out of the repository: it cannot be
+// served, and a client asks which blobs are here before it pushes. The next push
+// of the image brings it back.
+func rootfsOf(get func(context.Context, []ingest.Descriptor) (catalog.Rootfs, error), cat catalog.Repositories, store objects.Store, log *slog.Logger) func(context.Context, *bundles.Resolved) (catalog.Rootfs, error) {
 	return func(ctx context.Context, m *bundles.Resolved) (catalog.Rootfs, error) {
-		layers := make([]ingest.Descriptor, len(m.Layers))
-		for i, l := range m.Layers {
-			layers[i] = ingest.Descriptor{Digest: l.Digest, MediaType: l.MediaType, Size: l.Size, DiffID: l.DiffID}
+		r, err := get(ctx, descriptors(m))
+		if err == nil || ctx.Err() != nil {
+			return r, err
 		}
-		r, err := g.Rootfs(ctx, layers)
+		wrong, ok := errors.AsType[*layer.DigestError](err)
+		lost := digest.Digest("")
+		if ok && wrong.What == "blob" {
+			lost = wrong.Layer
+		} else if errors.Is(err, objects.ErrNotFound) {
+			for _, l := range m.Layers {
+				if _, serr := store.Stat(ctx, catalog.BlobKey(l.Digest)); errors.Is(serr, objects.ErrNotFound) {
+					lost = l.Digest
+				}
+			}
+		}
+		if lost != "" {
+			log.Error("blob is lost or damaged: push it again", "repository", m.Repository, "digest", lost, "error", err)
+			if uerr := cat.UnlinkBlob(ctx, m.Repository, lost); uerr != nil && !errors.Is(uerr, catalog.ErrNotFound) {
+				log.Error("damaged blob is still offered", "repository", m.Repository, "digest", lost, "error", uerr)
+			}
+			return r, &bundle.Error{Code: bundle.CodeCorrupt, Message: fmt.Sprintf("layer %s is lost or damaged on the server; push the image again", lost)}
+		}
 		_, refused := errors.AsType[*layer.RefusedError](err)
-		_, wrong := errors.AsType[*layer.DigestError](err)
-		if refused || wrong {
+		if refused || ok {
 			return r, &bundle.Error{Code: bundle.CodeUnsupported, Message: err.Error()}
 		}
 		return r, err
 	}
+}
+
+func descriptors(m *bundles.Resolved) []ingest.Descriptor {
+	layers := make([]ingest.Descriptor, len(m.Layers))
+	for i, l := range m.Layers {
+		layers[i] = ingest.Descriptor{Digest: l.Digest, MediaType: l.MediaType, Size: l.Size, DiffID: l.DiffID}
+	}
+	return layers
 }
 
 // queue prepares images in the background, one after the other, as they are
@@ -38,6 +69,7 @@ func rootfsOf(g *ingest.Ingester) func(context.Context, *bundles.Resolved) (cata
 // prepared by its first pull.
 type queue struct {
 	bundles *bundles.Handler
+	catalog catalog.Repositories
 	log     *slog.Logger
 	pushed  chan pushed
 	cancel  context.CancelFunc
@@ -49,15 +81,23 @@ type pushed struct {
 	manifest   digest.Digest
 }
 
-func newQueue(h *bundles.Handler, log *slog.Logger) *queue {
+func newQueue(h *bundles.Handler, cat catalog.Repositories, log *slog.Logger) *queue {
 	ctx, cancel := context.WithCancel(context.Background())
-	q := &queue{bundles: h, log: log, pushed: make(chan pushed, 1024), cancel: cancel}
+	q := &queue{bundles: h, catalog: cat, log: log, pushed: make(chan pushed, 1024), cancel: cancel}
 	q.work.Go(func() { q.run(ctx) })
 	return q
 }
 
-// add is called when a manifest was pushed. It does not block.
+// add is called when a manifest was pushed, and waits for the catalog at most.
+//
+// An image that was here may be pushed again because something is wrong with
+// it: nobody gets it then before it was verified.
 func (q *queue) add(repository string, m catalog.Manifest) {
+	ctx := context.Background()
+	// A manifest that was here keeps the time of its first push.
+	if before, err := q.catalog.Manifest(ctx, repository, m.Digest); err == nil && before.Pushed.Before(m.Pushed) {
+		_ = q.bundles.Suspect(ctx, repository, m.Digest) // it is no image, or prepare finds the same error
+	}
 	select {
 	case q.pushed <- pushed{repository, m.Digest}:
 	default:

@@ -130,8 +130,14 @@ func (s *Server) open(ctx context.Context) error {
 	s.closers = append(s.closers, cat.Close)
 	ingester := &ingest.Ingester{Objects: store, Catalog: cat}
 	s.closers = append(s.closers, ingester.Close)
-	bundle := bundles.New(bundles.Options{Catalog: cat, Objects: store, Rootfs: rootfsOf(ingester), Log: s.log})
-	queue := newQueue(bundle, s.log)
+	bundle := bundles.New(bundles.Options{
+		Catalog: cat,
+		Objects: store,
+		Rootfs:  rootfsOf(ingester.Rootfs, cat, store, s.log),
+		Repair:  rootfsOf(ingester.Repair, cat, store, s.log),
+		Log:     s.log,
+	})
+	queue := newQueue(bundle, cat, s.log)
 	s.closers = append(s.closers, queue.Close)
 	reg, err := registry.New(registry.Options{
 		Store:      store,

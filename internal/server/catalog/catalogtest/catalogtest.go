@@ -38,6 +38,7 @@ func Run(t *testing.T, fresh func(t *testing.T) Opener) {
 		{"Packs", testPacks},
 		{"PackTwice", testPackTwice},
 		{"PackRefused", testPackRefused},
+		{"Forget", testForget},
 		{"ManySegments", testManySegments},
 		{"Layers", testLayers},
 		{"Cancelled", testCancelled},
@@ -390,6 +391,19 @@ func testPackRefused(t *testing.T, c catalog.Catalog) {
 	p = Pack("packs/p", 1, 10, 3)
 	check(t, c.AddPack(t.Context(), p))
 	wantLocated(t, c, []segment.ID{ID(1), ID(10)}, p)
+}
+
+func testForget(t *testing.T, c catalog.Catalog) {
+	p, q := Pack("packs/p", 1, 10, 3), Pack("packs/q", 5, 12, 2)
+	check(t, c.AddPack(t.Context(), p))
+	check(t, c.Forget(t.Context(), nil))
+	check(t, c.Forget(t.Context(), []segment.ID{ID(5), ID(6), ID(99), ID(5)}))
+	wantLocated(t, c, []segment.ID{ID(5), ID(6)})
+	wantLocated(t, c, []segment.ID{ID(4), ID(7), ID(10)}, p)
+	// Another pack brings them back, and takes nothing else over.
+	check(t, c.AddPack(t.Context(), q))
+	wantLocated(t, c, []segment.ID{ID(5), ID(6)}, q)
+	wantLocated(t, c, []segment.ID{ID(4), ID(7), ID(10)}, p)
 }
 
 func testManySegments(t *testing.T, c catalog.Catalog) {

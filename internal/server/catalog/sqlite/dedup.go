@@ -119,6 +119,27 @@ func addPack(ctx context.Context, tx *sql.Tx, p catalog.Pack) error {
 	return nil
 }
 
+// Forget implements catalog.Dedup.
+func (c *Catalog) Forget(ctx context.Context, ids []segment.ID) error {
+	err := c.update(ctx, func(tx *sql.Tx) error {
+		for batch := range slices.Chunk(ids, selectIDs) {
+			args := make([]any, len(batch))
+			for i := range batch {
+				args[i] = batch[i][:]
+			}
+			_, err := tx.ExecContext(ctx, `DELETE FROM segments WHERE id IN (?`+strings.Repeat(`, ?`, len(args)-1)+`)`, args...)
+			if err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		return fmt.Errorf("forget %d segments: %w", len(ids), err)
+	}
+	return nil
+}
+
 // Locate implements catalog.Dedup.
 func (c *Catalog) Locate(ctx context.Context, ids []segment.ID) ([]catalog.Location, error) {
 	locations, err := c.locate(ctx, ids)

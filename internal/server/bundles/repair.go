@@ -1,0 +1,68 @@
+package bundles
+
+import (
+	"context"
+	"errors"
+
+	"hydrofoil.dev/foil/internal/server/catalog"
+	"hydrofoil.dev/foil/internal/server/layer"
+	"hydrofoil.dev/foil/internal/server/objects"
+	"hydrofoil.dev/foil/internal/server/planner"
+)
+
+// isDamage reports whether an error says that stored bytes are lost or are not
+// what they were, which Repair may make good.
+func isDamage(err error) bool {
+	for _, target := range []error{errDamaged, planner.ErrMissing, planner.ErrDamaged, objects.ErrNotFound, layer.ErrBadList} {
+		if errors.Is(err, target) {
+			return true
+		}
+	}
+	return false
+}
+
+// suspect has the rootfs of an image repaired before it is served again.
+func (h *Handler) suspect(m *Resolved) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.suspects[m.ChainID] = true
+}
+
+// whole returns what an image is served from: its rootfs, encoded TOC and
+// index. What turns out to be damaged is repaired, once.
+func (h *Handler) whole(ctx context.Context, m *Resolved) (r catalog.Rootfs, encoded []byte, x *planner.Index, err error) {
+	h.mu.Lock()
+	suspect := h.suspects[m.ChainID] && h.o.Repair != nil
+	h.mu.Unlock()
+	if !suspect {
+		r, encoded, x, err = h.load(ctx, m, h.o.Rootfs)
+		if err == nil || !isDamage(err) || ctx.Err() != nil || h.o.Repair == nil {
+			return r, encoded, x, err
+		}
+		h.log.Warn("image is repaired", "image", ref(m.Repository, m.Reference), "error", err)
+	}
+	r, encoded, x, err = h.load(ctx, m, func(ctx context.Context, m *Resolved) (catalog.Rootfs, error) {
+		r, err := h.o.Repair(ctx, m)
+		if err == nil {
+			h.indices.drop(string(r.TOC)) // it names frames that are damaged
+		}
+		return r, err
+	})
+	if err == nil {
+		h.mu.Lock()
+		delete(h.suspects, m.ChainID)
+		h.mu.Unlock()
+	}
+	return r, encoded, x, err
+}
+
+func (h *Handler) load(ctx context.Context, m *Resolved, rootfs func(context.Context, *Resolved) (catalog.Rootfs, error)) (r catalog.Rootfs, encoded []byte, x *planner.Index, err error) {
+	if r, err = h.rootfs(ctx, m, rootfs); err != nil {
+		return r, nil, nil, err
+	}
+	if encoded, err = h.encodedTOC(ctx, r); err != nil {
+		return r, nil, nil, err
+	}
+	x, err = h.index(ctx, r, encoded)
+	return r, encoded, x, err
+}
