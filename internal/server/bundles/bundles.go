@@ -19,6 +19,7 @@ import (
 	"log/slog"
 	"net/http"
 	"sync"
+	"time"
 
 	"github.com/opencontainers/go-digest"
 
@@ -40,6 +41,10 @@ type Options struct {
 	Repair func(context.Context, *Resolved) (catalog.Rootfs, error)
 	// Memory bounds the indices and orders kept in memory; 0 means 256 MiB.
 	Memory int64
+	// Patience bounds how long a request may take to arrive, and how long a
+	// stream waits for a client that takes nothing; 0 means two minutes. A worker
+	// that was cut off resumes.
+	Patience time.Duration
 	// Log takes failures; nil means slog.Default.
 	Log *slog.Logger
 }
@@ -62,6 +67,9 @@ func New(o Options) *Handler {
 	if o.Memory == 0 {
 		o.Memory = 256 << 20
 	}
+	if o.Patience == 0 {
+		o.Patience = 2 * time.Minute
+	}
 	if o.Log == nil {
 		o.Log = slog.Default()
 	}
@@ -79,7 +87,11 @@ func New(o Options) *Handler {
 func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) { h.mux.ServeHTTP(w, r) }
 
 // body reads a request of at most limit bytes.
-func body(w http.ResponseWriter, r *http.Request, limit int64) ([]byte, error) {
+func (h *Handler) body(w http.ResponseWriter, r *http.Request, limit int64) ([]byte, error) {
+	// A ResponseWriter without deadlines, as in tests, has none.
+	rc := http.NewResponseController(w)
+	_ = rc.SetReadDeadline(time.Now().Add(h.o.Patience))
+	defer func() { _ = rc.SetReadDeadline(time.Time{}) }()
 	b, err := io.ReadAll(http.MaxBytesReader(w, r.Body, limit))
 	if err != nil {
 		return nil, &bundle.Error{Code: bundle.CodeInvalid, Message: fmt.Sprintf("read the request: %v", err)}
@@ -88,7 +100,7 @@ func body(w http.ResponseWriter, r *http.Request, limit int64) ([]byte, error) {
 }
 
 func (h *Handler) promote(w http.ResponseWriter, r *http.Request) {
-	b, err := body(w, r, 1<<20)
+	b, err := h.body(w, r, 1<<20)
 	var p bundle.Promotion
 	if err == nil && json.Unmarshal(b, &p) != nil {
 		err = &bundle.Error{Code: bundle.CodeInvalid, Message: "the promotion is no JSON of one"}
@@ -108,7 +120,7 @@ func (h *Handler) promote(w http.ResponseWriter, r *http.Request) {
 
 func (h *Handler) pull(w http.ResponseWriter, r *http.Request) {
 	ctx := r.Context()
-	b, err := body(w, r, bundle.MaxRequest)
+	b, err := h.body(w, r, bundle.MaxRequest)
 	if err != nil {
 		writeError(w, h.log, err, "")
 		return
@@ -128,9 +140,10 @@ func (h *Handler) pull(w http.ResponseWriter, r *http.Request) {
 
 	w.Header().Set("Content-Type", bundle.MediaTypeBundle)
 	w.WriteHeader(http.StatusOK)
-	out := bundle.NewWriter(w)
+	slow := &patient{w: w, rc: http.NewResponseController(w), most: h.o.Patience}
+	out := bundle.NewWriter(slow)
 	s := &pull{h: h, req: req, images: images, w: out, queue: &queue{}}
-	s.flush = func() error { return errors.Join(out.Flush(), http.NewResponseController(w).Flush()) }
+	s.flush = func() error { return errors.Join(out.Flush(), slow.Flush()) }
 	id := h.streams.add(s.queue)
 	defer h.streams.remove(id)
 	if err := s.run(ctx, id); err != nil {

@@ -586,6 +586,62 @@ func TestErrorsInStream(t *testing.T) {
 	}
 }
 
+// Clients that stall are cut off: one that does not send its request, and one
+// that takes nothing of a stream.
+func TestPatience(t *testing.T) {
+	w := plannertest.New(t, nil)
+	h := bundles.New(bundles.Options{
+		Catalog: w.Catalog, Objects: w.Objects, Log: slog.New(slog.DiscardHandler), Patience: 200 * time.Millisecond,
+		Rootfs: func(ctx context.Context, m *bundles.Resolved) (catalog.Rootfs, error) {
+			return w.Catalog.Rootfs(ctx, m.ChainID)
+		},
+	})
+	s := &server{World: w}
+	s.image(t, "r", "1", plannertest.Files{"/large": text(9, 20<<20)}, ocispec.ImageConfig{})
+	ended := make(chan string, 4)
+	hs := &http.Server{Protocols: new(http.Protocols), Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		h.ServeHTTP(w, r)
+		ended <- r.Proto
+	})}
+	hs.Protocols.SetHTTP1(true)
+	hs.Protocols.SetUnencryptedHTTP2(true)
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	go func() { _ = hs.Serve(l) }() // ErrServerClosed
+	defer hs.Close()
+
+	c, err := net.Dial("tcp", l.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	if _, err := fmt.Fprintf(c, "POST %s HTTP/1.1\r\nHost: h\r\nContent-Length: 1000\r\n\r\n{", bundle.PullPath); err != nil {
+		t.Fatal(err)
+	}
+	<-ended
+	req := request("r", "1")
+	req.Versions = []int{bundle.Version}
+	for _, protocol := range []string{"HTTP/1.1", "HTTP/2.0"} {
+		tr := &http.Transport{Protocols: new(http.Protocols)}
+		tr.Protocols.SetHTTP1(protocol == "HTTP/1.1")
+		tr.Protocols.SetUnencryptedHTTP2(protocol == "HTTP/2.0")
+		res, err := (&http.Client{Transport: tr}).Post("http://"+l.Addr().String()+bundle.PullPath, bundle.MediaTypeRequest, bytes.NewReader(mustJSON(req)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := <-ended; got != protocol { // nothing was read
+			t.Errorf("%s ended, want %s", got, protocol)
+		}
+		if _, err := io.Copy(io.Discard, res.Body); err == nil {
+			t.Error("the stream ended as if it were whole")
+		}
+		res.Body.Close()
+		tr.CloseIdleConnections()
+	}
+}
+
 // A client that goes away ends its stream.
 func TestCancel(t *testing.T) {
 	slow := &slowStore{Store: objects.NewMemory(), hold: make(chan struct{})}

@@ -1,6 +1,7 @@
 package registry
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -47,6 +48,10 @@ func (r *Registry) getBlob(w http.ResponseWriter, req *http.Request, name, arg s
 			h.Set("Content-Range", fmt.Sprintf("bytes %d-%d/%d", offset, offset+length-1, b.Size))
 		}
 	}
+	if whole, err := r.checkObject(req.Context(), name, b); err != nil || !whole {
+		h.Del("Content-Range")
+		return cmp.Or(err, errorf(blobUnknown, "repository %s has lost blob %s: push it again", name, d))
+	}
 	var body io.ReadCloser
 	if req.Method != http.MethodHead {
 		if body, err = r.opts.Store.Open(req.Context(), catalog.BlobKey(d), offset, length); err != nil {
@@ -70,6 +75,32 @@ func (r *Registry) getBlob(w http.ResponseWriter, req *http.Request, name, arg s
 		panic(http.ErrAbortHandler)
 	}
 	return nil
+}
+
+// checkObject reports whether the object of a blob is there, with all its bytes.
+// One that is lost is taken out of the repository: clients ask for a blob before
+// they push it, and must not be told that they need not.
+func (r *Registry) checkObject(ctx context.Context, name string, b catalog.Blob) (bool, error) {
+	whole := func() (bool, error) {
+		size, err := r.opts.Store.Stat(ctx, catalog.BlobKey(b.Digest))
+		if err != nil && !errors.Is(err, objects.ErrNotFound) {
+			return false, fmt.Errorf("blob %s of %s: %w", b.Digest, name, err)
+		}
+		return err == nil && size == b.Size, nil
+	}
+	if ok, err := whole(); ok || err != nil {
+		return ok, err
+	}
+	defer r.blobs.lock(b.Digest.String())()
+	if ok, err := whole(); ok || err != nil { // it was being pushed
+		return ok, err
+	}
+	r.log.Error("blob is lost or cut: push it again", "repository", name, "digest", b.Digest)
+	err := r.opts.Catalog.UnlinkBlob(context.WithoutCancel(ctx), name, b.Digest)
+	if errors.Is(err, catalog.ErrNotFound) {
+		err = nil
+	}
+	return false, err
 }
 
 func etag(d digest.Digest) string { return `"` + d.String() + `"` }
@@ -190,6 +221,13 @@ func (r *Registry) mountBlob(ctx context.Context, name, from string, d digest.Di
 	}
 	if errors.Is(err, catalog.ErrNotFound) {
 		return false, nil
+	}
+	if err != nil {
+		return false, err
+	}
+	size, err := r.opts.Store.Stat(ctx, catalog.BlobKey(d))
+	if errors.Is(err, objects.ErrNotFound) || err == nil && size != b.Size {
+		return false, nil // lost: it can be pushed
 	}
 	if err == nil {
 		err = r.opts.Catalog.LinkBlob(context.WithoutCancel(ctx), name, b)

@@ -444,14 +444,41 @@ func TestDeleteBlob(t *testing.T) {
 	f.wantBlob("s", d, b)
 }
 
-// An object that is gone, against all promises, is a failure of the registry.
+// A blob whose object is gone or cut, against all promises, is one that the
+// repository does not have, so that clients push it again.
 func TestLostObject(t *testing.T) {
-	f := newFixture(t, registry.Options{})
-	d := f.push("r", random(10))
-	if err := f.store.Delete(t.Context(), catalog.BlobKey(d)); err != nil {
-		t.Fatal(err)
+	for _, method := range []string{"GET", "HEAD"} {
+		f := newFixture(t, registry.Options{})
+		b := random(10)
+		d := f.push("r", b)
+		f.push("s", b)
+		for _, cut := range []bool{false, true} {
+			if err := f.store.Delete(t.Context(), catalog.BlobKey(d)); err != nil {
+				t.Fatal(err)
+			}
+			if cut {
+				w, err := f.store.Create(t.Context(), catalog.BlobKey(d))
+				if err != nil {
+					t.Fatal(err)
+				}
+				if _, err := w.Write(b[:5]); err != nil {
+					t.Fatal(err)
+				}
+				if err := w.Commit(); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if a := f.do("POST", "/v2/new/blobs/uploads/?mount="+d.String()+"&from=s", nil); a.StatusCode != http.StatusAccepted {
+				t.Errorf("cut %v: mounted with status %d", cut, a.StatusCode)
+			}
+			if a := f.do(method, "/v2/r/blobs/"+d.String(), nil); a.StatusCode != http.StatusNotFound {
+				t.Errorf("cut %v: %s: status %d", cut, method, a.StatusCode)
+			}
+			f.push("r", b)
+			f.wantBlob("r", d, b)
+			f.wantBlob("s", d, b)
+		}
 	}
-	f.want("GET", f.do("GET", "/v2/r/blobs/"+d.String(), nil), http.StatusInternalServerError, "INTERNAL")
 }
 
 // A blob that cannot be read to its end breaks the connection: a client that

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"sync"
 	"time"
@@ -31,22 +32,26 @@ func rootfsOf(get func(context.Context, []ingest.Descriptor) (catalog.Rootfs, er
 			return r, err
 		}
 		wrong, ok := errors.AsType[*layer.DigestError](err)
-		lost := digest.Digest("")
-		if ok && wrong.What == "blob" {
-			lost = wrong.Layer
+		var lost []digest.Digest
+		if l, is := errors.AsType[lostError](err); is {
+			lost = l
+		} else if ok && wrong.What == "blob" {
+			lost = []digest.Digest{wrong.Layer}
 		} else if errors.Is(err, objects.ErrNotFound) {
 			for _, l := range m.Layers {
 				if _, serr := store.Stat(ctx, catalog.BlobKey(l.Digest)); errors.Is(serr, objects.ErrNotFound) {
-					lost = l.Digest
+					lost = append(lost, l.Digest)
 				}
 			}
 		}
-		if lost != "" {
-			log.Error("blob is lost or damaged: push it again", "repository", m.Repository, "digest", lost, "error", err)
-			if uerr := cat.UnlinkBlob(ctx, m.Repository, lost); uerr != nil && !errors.Is(uerr, catalog.ErrNotFound) {
-				log.Error("damaged blob is still offered", "repository", m.Repository, "digest", lost, "error", uerr)
+		for _, d := range lost {
+			log.Error("blob is lost or damaged: push it again", "repository", m.Repository, "digest", d, "error", err)
+			if uerr := cat.UnlinkBlob(ctx, m.Repository, d); uerr != nil && !errors.Is(uerr, catalog.ErrNotFound) {
+				log.Error("damaged blob is still offered", "repository", m.Repository, "digest", d, "error", uerr)
 			}
-			return r, &bundle.Error{Code: bundle.CodeCorrupt, Message: fmt.Sprintf("layer %s is lost or damaged on the server; push the image again", lost)}
+		}
+		if len(lost) > 0 {
+			return r, &bundle.Error{Code: bundle.CodeCorrupt, Message: fmt.Sprintf("layer %s is lost or damaged on the server; push the image again", lost[0])}
 		}
 		_, refused := errors.AsType[*layer.RefusedError](err)
 		if refused || ok {
@@ -54,6 +59,59 @@ func rootfsOf(get func(context.Context, []ingest.Descriptor) (catalog.Rootfs, er
 		}
 		return r, err
 	}
+}
+
+// repair compares the blobs with their digests before it has the rootfs
+// repaired: plain clients pull them as they are.
+func repair(g *ingest.Ingester, store objects.Store) func(context.Context, []ingest.Descriptor) (catalog.Rootfs, error) {
+	return func(ctx context.Context, layers []ingest.Descriptor) (catalog.Rootfs, error) {
+		var lost lostError
+		for _, l := range layers {
+			err := verifyBlob(ctx, store, l.Digest)
+			if _, wrong := errors.AsType[*layer.DigestError](err); wrong || errors.Is(err, objects.ErrNotFound) {
+				lost = append(lost, l.Digest)
+			} else if err != nil {
+				return catalog.Rootfs{}, err
+			}
+		}
+		if len(lost) > 0 {
+			return catalog.Rootfs{}, lost
+		}
+		return g.Repair(ctx, layers)
+	}
+}
+
+// lostError lists blobs whose bytes are gone or others.
+type lostError []digest.Digest
+
+func (e lostError) Error() string { return fmt.Sprintf("%d layers are lost or damaged", len(e)) }
+
+// verifyBlob reads a blob. Errors: *layer.DigestError; the store's.
+func verifyBlob(ctx context.Context, store objects.Store, d digest.Digest) error {
+	object, err := store.Open(ctx, catalog.BlobKey(d), 0, -1)
+	if err != nil {
+		return err
+	}
+	defer object.Close()
+	hash := d.Algorithm().Hash()
+	buf := make([]byte, 256<<10)
+	for {
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+		n, err := object.Read(buf)
+		hash.Write(buf[:n])
+		if err == io.EOF {
+			break
+		}
+		if err != nil {
+			return err
+		}
+	}
+	if got := digest.NewDigest(d.Algorithm(), hash); got != d {
+		return &layer.DigestError{Layer: d, What: "blob", Got: got, Want: d}
+	}
+	return nil
 }
 
 func descriptors(m *bundles.Resolved) []ingest.Descriptor {

@@ -134,7 +134,7 @@ func (s *Server) open(ctx context.Context) error {
 		Catalog: cat,
 		Objects: store,
 		Rootfs:  rootfsOf(ingester.Rootfs, cat, store, s.log),
-		Repair:  rootfsOf(ingester.Repair, cat, store, s.log),
+		Repair:  rootfsOf(repair(ingester, store), cat, store, s.log),
 		Log:     s.log,
 	})
 	queue := newQueue(bundle, cat, s.log)
