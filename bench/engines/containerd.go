@@ -2,6 +2,7 @@ package engines
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
@@ -205,14 +206,12 @@ func (w *containerdWorker) stopContainer(p *site.Process, id string) error {
 	}
 	ctx, cancel := context.WithTimeoutCause(context.Background(), 15*time.Second, site.ErrTooLong)
 	defer cancel()
-	if _, err := w.ctr(ctx, "tasks", "kill", "--signal", "SIGKILL", id); err != nil {
-		return err
-	}
+	_, err := w.ctr(ctx, "tasks", "kill", "--signal", "SIGKILL", id)
 	select {
 	case <-p.Done:
-		return nil
+		return nil // by itself, perhaps meanwhile
 	case <-ctx.Done():
-		return fmt.Errorf("bench: container %s does not end%s", id, p.Said())
+		return errors.Join(err, fmt.Errorf("bench: container %s does not end%s", id, p.Said()))
 	}
 }
 

@@ -80,6 +80,12 @@ type Worker interface {
 	Stop() error
 }
 
+// Forgetful is a worker that fetches again what it has when its daemons are
+// started again. So that this does not count against its updates, its daemons go
+// on between a fresh provisioning and an update; connections that it keeps open
+// meanwhile are to its advantage.
+type Forgetful interface{ Forgets() }
+
 // Container is a running container.
 type Container struct {
 	*site.Process // the command that runs it in the foreground

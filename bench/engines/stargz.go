@@ -147,6 +147,9 @@ func (w *stargzWorker) Start(ctx context.Context) (err error) {
 	return nil
 }
 
+// Forgets: its cache does not outlive its process.
+func (*stargzWorker) Forgets() {}
+
 func (w *stargzWorker) Processes() []int {
 	return append(w.containerdWorker.Processes(), w.grpc.PID())
 }

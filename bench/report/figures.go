@@ -443,7 +443,10 @@ func (m *model) timelines(rate int64) (s section, err error) {
 			var told []string
 			p := newPlot("time since the command (s)", "megabytes")
 			top, drawn := 0.0, 0
-			for _, e := range m.engines {
+			p.X.Min = 0
+			// The first engine is drawn last: lines that are as fast as the link hide
+			// each other.
+			for _, e := range slices.Backward(m.engines) {
 				r, ok := m.middle(cell{e, image, kind, rtt, rate})
 				if !ok || len(r.Timeline) < 2 {
 					continue

@@ -95,15 +95,24 @@ func Run(ctx context.Context, o Options) (err error) {
 	if err := m.build(ctx); err != nil {
 		return err
 	}
-	if m.dir, err = site.Scratch(o.Cache, "run-"); err != nil {
+	return m.measure(ctx)
+}
+
+// measure is everything that comes after the images.
+func (m *matrix) measure(ctx context.Context) (err error) {
+	if m.dir, err = site.Scratch(m.Cache, "run-"); err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, site.RemoveTree(m.dir)) }()
-	m.registry = filepath.Join(o.Out, "registry")
+	m.registry = filepath.Join(m.Out, "registry")
+	rounds := m.plan()
+	if len(rounds) == 0 {
+		m.log("all of it has been run already")
+		return site.RemoveTree(m.registry)
+	}
 	if err := m.prepare(ctx); err != nil {
 		return err
 	}
-	rounds := m.plan()
 	for _, r := range rounds {
 		if err := m.round(ctx, r); err != nil {
 			return err
@@ -141,7 +150,9 @@ func (m *matrix) build(ctx context.Context) error {
 			if err != nil {
 				return err
 			}
-			versions = append(versions, engines.Image{Name: ref, Ref: engines.RegistryAddr + "/" + ref, Built: built, Ready: ready})
+			versions = append(versions, engines.Image{
+				Name: ref, Ref: engines.RegistryAddr + "/" + ref, Built: built, Ready: ready, Command: image.Args,
+			})
 		}
 		if len(versions) == 0 {
 			return fmt.Errorf("bench: no image is called %q; `bench images` lists those that are declared", name)
@@ -163,6 +174,9 @@ func (m *matrix) prepare(ctx context.Context) (err error) {
 		}
 		defer func() { err = errors.Join(err, full.Stop()) }()
 		for _, versions := range m.images {
+			if m.preparedImage(versions) {
+				continue
+			}
 			var earlier *engines.Floor
 			for _, im := range versions {
 				done, err := m.prepareImage(ctx, s, full, im, earlier)
@@ -178,19 +192,28 @@ func (m *matrix) prepare(ctx context.Context) (err error) {
 
 // prepared reports whether nothing is left to prepare.
 func (m *matrix) prepared() bool {
+	for _, versions := range m.images {
+		if !m.preparedImage(versions) {
+			return false
+		}
+	}
+	return true
+}
+
+// preparedImage reports whether all versions of an image are in the registry, and
+// all engines have prepared them.
+func (m *matrix) preparedImage(versions []engines.Image) bool {
 	if _, err := os.Stat(m.registry); err != nil {
 		return false
 	}
-	for _, versions := range m.images {
-		for _, im := range versions {
-			done, err := m.out.Image(im.Name)
-			if err != nil || done.Digest != im.Built.Digest.String() {
+	for _, im := range versions {
+		done, err := m.out.Image(im.Name)
+		if err != nil || done.Digest != im.Built.Digest.String() {
+			return false
+		}
+		for _, e := range m.engines {
+			if _, ok := done.Prepared[e.Name()]; !ok && done.PrepareErr[e.Name()] == "" {
 				return false
-			}
-			for _, e := range m.engines {
-				if _, ok := done.Prepared[e.Name()]; !ok && done.PrepareErr[e.Name()] == "" {
-					return false
-				}
 			}
 		}
 	}
@@ -204,6 +227,9 @@ func (m *matrix) prepareImage(ctx context.Context, s *site.Site, full engines.Wo
 	}
 	for _, layer := range im.Built.Manifest.Layers {
 		done.Layers = append(done.Layers, layer.Size)
+	}
+	if err := os.MkdirAll(m.registry, 0o755); err != nil {
+		return done, fmt.Errorf("bench: %w", err)
 	}
 	before, err := site.DiskBytes(m.registry)
 	if err != nil {
@@ -424,7 +450,8 @@ func (m *matrix) run(ctx context.Context, l *link.Link, se session) (err error) 
 	if err := os.Mkdir(home, 0o711); err != nil {
 		return fmt.Errorf("bench: %w", err)
 	}
-	w := se.engine.Worker(s, m.Programs, home)
+	w := &turn{Worker: se.engine.Worker(s, m.Programs, home)}
+	defer func() { err = errors.Join(err, w.end()) }()
 	var failed error
 	for i, im := range se.versions {
 		r := results.Run{Key: se.keys[i], Began: time.Now().UTC()}
@@ -450,6 +477,38 @@ func (m *matrix) run(ctx context.Context, l *link.Link, se session) (err error) 
 	return nil
 }
 
+// turn is a worker whose daemons are stopped and started between two runs, unless
+// that would make it fetch again what it has.
+type turn struct {
+	engines.Worker
+	runs bool
+}
+
+func (t *turn) Start(ctx context.Context) error {
+	if t.runs {
+		return nil
+	}
+	err := t.Worker.Start(ctx)
+	t.runs = err == nil
+	return err
+}
+
+func (t *turn) Stop() error {
+	if _, forgets := t.Worker.(engines.Forgetful); forgets {
+		return nil
+	}
+	return t.end()
+}
+
+// end stops the daemons if they run.
+func (t *turn) end() error {
+	if !t.runs {
+		return nil
+	}
+	t.runs = false
+	return t.Worker.Stop()
+}
+
 // provision is one run.
 func (m *matrix) provision(ctx context.Context, s *site.Site, w engines.Worker, im engines.Image, home string, r *results.Run) (err error) {
 	ctx, cancel := context.WithTimeoutCause(ctx, m.Timeout, site.ErrTooLong)
@@ -458,6 +517,7 @@ func (m *matrix) provision(ctx context.Context, s *site.Site, w engines.Worker, 
 		return err
 	}
 	defer func() { err = errors.Join(err, w.Stop()) }()
+	// What a worker does on its own when it is started is no part of the run.
 	if err := site.DropCaches(); err != nil {
 		return err
 	}

@@ -1,0 +1,181 @@
+package report
+
+import (
+	"bytes"
+	"flag"
+	"image/png"
+	"math"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+
+	"hydrofoil.dev/foil/bench/engines"
+	"hydrofoil.dev/foil/bench/results"
+	"hydrofoil.dev/foil/bench/workloads"
+)
+
+var update = flag.Bool("update", false, "write the golden files")
+
+// made is a result of two images, three engines and one that is absent, with one
+// failed run and one link that was not held.
+func made() results.Everything {
+	all := results.Everything{Matrix: results.Matrix{
+		Format: results.Format, Command: []string{"/somewhere/bench", "run", "--images", "redis,python"}, Commit: "0123abc",
+		Began: time.Date(2026, 11, 21, 20, 0, 0, 0, time.UTC), Images: []string{"redis", "python"}, Runs: 3,
+		Host: results.Host{Kernel: "6.18.0", Distribution: "Debian GNU/Linux 12", CPU: "EPYC", Cores: 2, Memory: 24 << 30, Congestion: "bbr"},
+		RTTs: []time.Duration{0, 150 * time.Millisecond}, Rates: []int64{1e8}, Note: "The machine was <busy>.",
+		Engines: []results.EngineInfo{
+			{Name: "hydrofoil", Version: "foil v1"}, {Name: "overlayfs", Version: "containerd 1.6.20"},
+			{Name: "curl", Version: "curl 7"}, {Name: "stargz", Absent: "containerd-stargz-grpc is not on PATH"},
+		},
+	}}
+	for _, name := range all.Matrix.Images {
+		for _, tag := range []string{"1", "2"} {
+			all.Images = append(all.Images, results.Image{
+				Name: name + ":" + tag, Layers: []int64{30e6, 6e6}, Probe: "tcp:6379",
+				Floor:    engines.Floor{Warm: 100 * time.Millisecond, Touched: 6e6, Compressed: 2e6},
+				Prepared: map[string]engines.Preparation{"hydrofoil": {What: "ingested", Time: time.Second, Storage: 7e6}, "overlayfs": {What: "none"}},
+			})
+		}
+	}
+	all.Checks = []results.Check{{RTT: 150 * time.Millisecond, Rate: 1e8, Rep: 2, Load1: 7, Measured: "too slow", Err: "link: 40.0 Mbit/s instead of 100"}}
+	seconds := map[string]float64{"hydrofoil": 0.5, "overlayfs": 5, "curl": 3}
+	for _, image := range all.Matrix.Images {
+		for _, kind := range []results.Kind{results.Fresh, results.Update} {
+			for _, rtt := range all.Matrix.RTTs {
+				for engine, base := range seconds {
+					for rep := 1; rep <= 3; rep++ {
+						ready := time.Duration((base + 4*rtt.Seconds() + 0.1*float64(rep)) * 1e9)
+						r := results.Run{Key: results.Key{Engine: engine, Image: image, Kind: kind, RTT: rtt, Rate: 1e8, Rep: rep}}
+						r.Marks = map[engines.Mark]engines.Point{
+							engines.Pulled: {Time: ready / 2}, engines.Started: {Time: ready * 3 / 4},
+							engines.Ready:    {Time: ready, Down: 9e6, DownPackets: 6000, UpPackets: 400},
+							engines.Complete: {Time: 2 * ready, Down: 36e6}, engines.Quiet: {Time: 2 * ready, Down: 36e6},
+						}
+						r.Timeline = []engines.Point{{}, {Time: ready, Down: 9e6}, {Time: 2 * ready, Down: 36e6}}
+						r.CPU, r.Memory, r.Disk = time.Second, 40e6, 100e6
+						if engine == "hydrofoil" {
+							r.Waits, r.Waited = 7, 300*time.Millisecond
+							r.Load = &workloads.Load{Tool: "redis-benchmark", Rate: 20000, P99: 2 * time.Millisecond}
+						}
+						all.Runs = append(all.Runs, r)
+					}
+				}
+			}
+		}
+	}
+	all.Runs = append(all.Runs, results.Run{Key: results.Key{Engine: "overlayfs", Image: "python", Kind: results.Update, Rate: 1e8, Rep: 4}, Err: "it did not start\nat all"})
+	return all
+}
+
+var (
+	drawing = regexp.MustCompile(`(?s)<svg.*?</svg>`)
+	style   = regexp.MustCompile(`(?s)<style>.*?</style>`)
+	tag     = regexp.MustCompile(`<[^>]*>`)
+	row     = regexp.MustCompile(`</t[dh]>`)
+	blank   = regexp.MustCompile(`[ \t]+`)
+)
+
+// text is what a reader sees of a page, line by line, without the drawings.
+func text(html []byte) string {
+	s := drawing.ReplaceAllString(string(html), "[drawing]")
+	s = tag.ReplaceAllString(row.ReplaceAllString(style.ReplaceAllString(s, ""), " | "), "")
+	var lines []string
+	for line := range strings.Lines(s) {
+		if line = strings.TrimSpace(blank.ReplaceAllString(line, " ")); line != "" {
+			lines = append(lines, line)
+		}
+	}
+	return strings.Join(lines, "\n") + "\n"
+}
+
+func TestPage(t *testing.T) {
+	html, figures, err := Render(made())
+	if err != nil {
+		t.Fatal(err)
+	}
+	golden := filepath.Join("testdata", "page.txt")
+	if *update {
+		if err := os.WriteFile(golden, []byte(text(html)), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	want, err := os.ReadFile(golden)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if diff := cmp.Diff(strings.Split(string(want), "\n"), strings.Split(text(html), "\n")); diff != "" {
+		t.Errorf("page (-want +got; -update writes it anew):\n%s", diff)
+	}
+	// It needs no other file, and no network.
+	for _, outside := range []string{"src=", "<link", "@import", "url(", "<script"} {
+		if bytes.Contains(html, []byte(outside)) {
+			t.Errorf("the page holds %q", outside)
+		}
+	}
+	if got := bytes.Count(html, []byte("<svg role")); got != len(figures) || got < 10 {
+		t.Errorf("%d drawings and %d files", got, len(figures))
+	}
+	for name, file := range figures {
+		img, err := png.Decode(bytes.NewReader(file))
+		if err != nil {
+			t.Errorf("%s: %v", name, err)
+		} else if img.Bounds().Dx() < 900 {
+			t.Errorf("%s: only %d pixels wide", name, img.Bounds().Dx())
+		}
+	}
+}
+
+func TestWrite(t *testing.T) {
+	dir := results.Dir(t.TempDir())
+	all := made()
+	if err := dir.PutMatrix(all.Matrix); err != nil {
+		t.Fatal(err)
+	}
+	for _, r := range all.Runs {
+		if err := dir.PutRun(r); err != nil {
+			t.Fatal(err)
+		}
+	}
+	// Without images there is no floor, and still a page.
+	page, err := Write(dir, filepath.Join(t.TempDir(), "report"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, name := range []string{"index.html", "results.json", "normalised-fresh-100mbit.png"} {
+		if info, err := os.Stat(filepath.Join(filepath.Dir(page), name)); err != nil || info.Size() < 1000 {
+			t.Errorf("%s: %v, %v", name, info, err)
+		}
+	}
+	if _, _, err := Render(results.Everything{}); err == nil {
+		t.Error("nothing was drawn without an error")
+	}
+}
+
+// The means are those that the text promises.
+func TestMeans(t *testing.T) {
+	m := newModel(made())
+	line, images := m.normalisedLine("hydrofoil", results.Fresh, 1e8)
+	if len(images) != 2 || len(line) != 2 {
+		t.Fatalf("%d images, %d points", len(images), len(line))
+	}
+	// The median repetition, over that of containerd at 0 ms.
+	if want := 0.7 / 5.2; math.Abs(line[0].y-want) > 1e-9 {
+		t.Errorf("at 0 ms %v, want %v", line[0].y, want)
+	}
+	if p, ok := m.speedup("hydrofoil", results.Fresh, 150*time.Millisecond, 1e8); !ok || math.Abs(p.y-5.8/1.3) > 1e-9 {
+		t.Errorf("speed-up %v, want %v", p.y, 5.8/1.3)
+	}
+	// 100 ms warm, no round trip, 2 MB at 12.5 MB/s.
+	if got := m.floor("redis", results.Fresh, 0, 1e8); math.Abs(got-0.26) > 1e-9 {
+		t.Errorf("floor %v, want 0.26", got)
+	}
+	if !math.IsNaN(m.floor("unknown", results.Fresh, 0, 1e8)) {
+		t.Error("an unknown image has a floor")
+	}
+}

@@ -1,0 +1,344 @@
+package run
+
+import (
+	"archive/tar"
+	"bytes"
+	"compress/gzip"
+	"context"
+	"encoding/json"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"strings"
+	"testing"
+	"time"
+
+	digest "github.com/opencontainers/go-digest"
+	"github.com/opencontainers/image-spec/specs-go"
+	v1 "github.com/opencontainers/image-spec/specs-go/v1"
+
+	"hydrofoil.dev/foil/bench/engines"
+	"hydrofoil.dev/foil/bench/images"
+	"hydrofoil.dev/foil/bench/results"
+	"hydrofoil.dev/foil/bench/site"
+)
+
+func small(t *testing.T) *matrix {
+	m := &matrix{
+		Options: Options{Runs: 3, Rates: []int64{1e8}, RTTs: []time.Duration{0, 50 * time.Millisecond}, Seed: 7},
+		out:     results.Dir(t.TempDir()),
+	}
+	for _, name := range []string{"hydrofoil", "overlayfs", "curl"} {
+		e, err := engines.Named(name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		m.engines = append(m.engines, e)
+	}
+	m.images = [][]engines.Image{{{Name: "redis:1"}, {Name: "redis:2"}}, {{Name: "debian:1"}}}
+	return m
+}
+
+// left counts what a plan still has to do.
+func left(rounds []round) (n int) {
+	for _, r := range rounds {
+		n += len(r.sessions)
+	}
+	return n
+}
+
+// What has been run is not run again, and an interrupted session is, whole.
+func TestPlanGoesOn(t *testing.T) {
+	m := small(t)
+	rounds := m.plan()
+	if got, want := left(rounds), 3*2*2*3; got != want {
+		t.Fatalf("%d sessions, want %d", got, want)
+	}
+	pair := rounds[0].sessions[0]
+	for len(pair.keys) != 2 {
+		rounds[0].sessions = rounds[0].sessions[1:]
+		pair = rounds[0].sessions[0]
+	}
+	if pair.keys[0].Kind != results.Fresh || pair.keys[1].Kind != results.Update || pair.keys[1].Image != "redis" {
+		t.Errorf("keys of a session: %v", pair.keys)
+	}
+	put := func(r results.Run) {
+		t.Helper()
+		if err := m.out.PutRun(r); err != nil {
+			t.Fatal(err)
+		}
+	}
+	put(results.Run{Key: pair.keys[0]})
+	if got := left(m.plan()); got != 36 {
+		t.Errorf("after half a session %d are left, want 36", got)
+	}
+	put(results.Run{Key: pair.keys[1], Err: "it failed"})
+	if got := left(m.plan()); got != 35 {
+		t.Errorf("after a session %d are left, want 35", got)
+	}
+	m.RetryFailed = true
+	if got := left(m.plan()); got != 36 {
+		t.Errorf("with failed ones to be run again %d are left, want 36", got)
+	}
+	m.Runs, m.RTTs = 4, append(m.RTTs, 150*time.Millisecond)
+	if got, want := left(m.plan()), 4*3*2*3; got != want {
+		t.Errorf("of a larger matrix %d are left, want %d", got, want)
+	}
+}
+
+// The order is the same for a seed, and differs between repetitions.
+func TestPlanShuffles(t *testing.T) {
+	order := func(r round) (s string) {
+		for _, session := range r.sessions {
+			s += session.engine.Name() + " " + session.keys[0].Image + ", "
+		}
+		return s
+	}
+	a, b := small(t).plan(), small(t).plan()
+	differ := false
+	for i := range a {
+		if order(a[i]) != order(b[i]) {
+			t.Errorf("round %d: %s, then %s", i, order(a[i]), order(b[i]))
+		}
+		differ = differ || order(a[i]) != order(a[0])
+	}
+	if !differ {
+		t.Error("all rounds have the same order")
+	}
+}
+
+func TestMerge(t *testing.T) {
+	before := results.Matrix{
+		Format: results.Format, Commit: "abc", Images: []string{"redis"}, RTTs: []time.Duration{0}, Runs: 3,
+		Engines: []results.EngineInfo{{Name: "stargz", Absent: "not on PATH"}, {Name: "overlayfs", Version: "1.6"}},
+	}
+	now := before
+	now.Images, now.RTTs, now.Runs = []string{"nginx", "redis"}, []time.Duration{50 * time.Millisecond}, 2
+	now.Engines = []results.EngineInfo{{Name: "stargz", Version: "0.9"}, {Name: "hydrofoil", Version: "1"}}
+	got, err := merge(before, now)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if fmt.Sprint(got.Images, got.RTTs, got.Runs, got.Engines) != "[redis nginx] [0s 50ms] 3 [{stargz 0.9 } {overlayfs 1.6 } {hydrofoil 1 }]" {
+		t.Errorf("merged: %v %v %v %v", got.Images, got.RTTs, got.Runs, got.Engines)
+	}
+	for _, change := range []func(m *results.Matrix){
+		func(m *results.Matrix) { m.Commit = "def" },
+		func(m *results.Matrix) { m.Host.Kernel = "7.0" },
+		func(m *results.Matrix) { m.Load = time.Second },
+		func(m *results.Matrix) { m.Engines = []results.EngineInfo{{Name: "overlayfs", Version: "2.2"}} },
+	} {
+		now := before
+		change(&now)
+		if _, err := merge(before, now); err == nil {
+			t.Errorf("merged with what does not belong: %+v", now)
+		}
+	}
+}
+
+func TestProgress(t *testing.T) {
+	p := progress{left: 10}
+	p.ended("hydrofoil", 2*time.Second)
+	p.ended("overlayfs", 4*time.Second)
+	if got := p.String(); got != "[8 to go, about 24s] " {
+		t.Errorf("%q", got)
+	}
+}
+
+// A whole matrix of one image of some megabytes, in both versions: everything is
+// as it is in earnest but for the image. It is interrupted, and goes on.
+func TestEndToEnd(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Skip("needs root: namespaces, mounts and containers")
+	}
+	if !site.Confined() {
+		args := os.Args
+		os.Args = []string{args[0], "-test.run=^TestEndToEnd$", "-test.count=1"}
+		defer func() { os.Args = args }()
+		if err := site.Confine(); err != nil {
+			t.Fatalf("in namespaces of its own: %v", err)
+		}
+		return
+	}
+	for _, program := range []string{"skopeo", "containerd", "runc", "mkfs.erofs", "busybox", "curl"} {
+		if _, err := exec.LookPath(program); err != nil {
+			t.Skipf("needs %s", program)
+		}
+	}
+	dir := t.TempDir()
+	foil := filepath.Join(dir, "foil")
+	if out, err := exec.Command("go", "build", "-C", "../..", "-o", foil, "./cmd/foil").CombinedOutput(); err != nil {
+		t.Fatalf("build foil: %v\n%s", err, out)
+	}
+	if err := site.Furnish(); err != nil {
+		t.Fatal(err)
+	}
+	ready, err := site.ParseReadiness("stdout:^ready$", false)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
+	defer cancel()
+	begin := func(ctx context.Context, runs int) error {
+		m := &matrix{Options: Options{
+			Programs: engines.Programs{Foil: foil}, Engines: []string{"hydrofoil", "overlayfs", "curl"}, Images: []string{"tiny"},
+			RTTs: []time.Duration{20 * time.Millisecond}, Rates: []int64{2e8}, Runs: runs, Seed: 1, SkipCheck: true, Timeout: time.Minute,
+			Out: filepath.Join(dir, "out"), Cache: filepath.Join(dir, "cache"), Commit: "test", Log: func(line string) { t.Log(line) },
+		}}
+		m.out = results.Dir(m.Out)
+		for i := 1; i <= 2; i++ {
+			tag := fmt.Sprint(i)
+			m.images = append(m.images, nil)[:1]
+			m.images[0] = append(m.images[0], engines.Image{
+				Name: "tiny:" + tag, Ref: engines.RegistryAddr + "/tiny:" + tag, Built: tiny(t, filepath.Join(dir, "tiny-"+tag), i), Ready: ready,
+			})
+		}
+		if err := m.record(ctx); err != nil {
+			return err
+		}
+		return m.measure(ctx)
+	}
+	interrupted, interrupt := context.WithCancel(ctx)
+	interrupt()
+	if err := begin(interrupted, 1); err == nil {
+		t.Fatal("an interrupted matrix reports no error")
+	}
+	if err := begin(ctx, 1); err != nil {
+		t.Fatal(err)
+	}
+	all, err := results.Dir(filepath.Join(dir, "out")).Load()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(all.Runs) != 6 {
+		t.Errorf("%d runs, want 6", len(all.Runs))
+	}
+	for _, r := range all.Runs {
+		if r.Err != "" {
+			t.Errorf("%s: %s", r.Key, r.Err)
+			continue
+		}
+		at, quiet := r.Marks[engines.Ready], r.Marks[engines.Quiet]
+		if at.Time < 40*time.Millisecond || quiet.Down < 1000 || len(r.Timeline) < 2 {
+			t.Errorf("%s: ready %v, %d bytes, %d points", r.Key, at.Time, quiet.Down, len(r.Timeline))
+		}
+		if r.Engine == "overlayfs" && (r.CPU == 0 || r.Memory < 1<<20 || r.Disk < 1<<20) {
+			t.Errorf("%s: cpu %v, memory %d, disk %d", r.Key, r.CPU, r.Memory, r.Disk)
+		}
+		if r.Engine != "curl" && (r.Marks[engines.Started].Time == 0 || r.Marks[engines.Pulled].Time > at.Time) {
+			t.Errorf("%s: marks %v", r.Key, r.Marks)
+		}
+	}
+	for _, im := range all.Images {
+		if im.FloorErr != "" || im.Floor.Touched < 100<<10 {
+			t.Errorf("%s: floor %+v %s", im.Name, im.Floor, im.FloorErr)
+		}
+	}
+	rest, err := filepath.Glob(filepath.Join(dir, "cache", "*"))
+	if err != nil || len(rest) > 0 {
+		t.Errorf("left behind: %v (%v)", rest, err)
+	}
+}
+
+// tiny is an image of busybox, a script, and some megabytes that nothing reads.
+func tiny(t *testing.T, dir string, version int) *images.Built {
+	t.Helper()
+	busybox, err := exec.LookPath("busybox")
+	if err != nil {
+		t.Fatal(err)
+	}
+	program, err := os.ReadFile(busybox)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ballast := make([]byte, 3<<20)
+	dice := rand.NewChaCha8([32]byte{byte(version)})
+	dice.Read(ballast)
+	var layer, unpacked bytes.Buffer
+	w := tar.NewWriter(&unpacked)
+	for _, d := range []string{"bin/", "proc/", "sys/", "dev/", "etc/"} {
+		if err := w.WriteHeader(&tar.Header{Name: d, Typeflag: tar.TypeDir, Mode: 0o755}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, file := range []struct {
+		name string
+		data []byte
+	}{
+		{"bin/busybox", program}, {"ballast", ballast},
+		{"run.sh", []byte(fmt.Sprintf("echo version %d\necho ready\n", version))},
+	} {
+		if err := w.WriteHeader(&tar.Header{Name: file.name, Typeflag: tar.TypeReg, Mode: 0o755, Size: int64(len(file.data))}); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := w.Write(file.data); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := w.Close(); err != nil {
+		t.Fatal(err)
+	}
+	diffID := digest.FromBytes(unpacked.Bytes())
+	z := gzip.NewWriter(&layer)
+	if _, err := z.Write(unpacked.Bytes()); err != nil {
+		t.Fatal(err)
+	}
+	if err := z.Close(); err != nil {
+		t.Fatal(err)
+	}
+	blobs := filepath.Join(dir, "blobs", "sha256")
+	if err := os.MkdirAll(blobs, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	write := func(path string, data []byte) {
+		if err := os.WriteFile(path, data, 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	blob := func(mediaType string, data []byte) v1.Descriptor {
+		d := digest.FromBytes(data)
+		write(filepath.Join(blobs, d.Encoded()), data)
+		return v1.Descriptor{MediaType: mediaType, Digest: d, Size: int64(len(data))}
+	}
+	text := func(v any) []byte {
+		b, err := json.Marshal(v)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return b
+	}
+	config := blob(v1.MediaTypeImageConfig, text(v1.Image{
+		Platform: v1.Platform{Architecture: runtime.GOARCH, OS: "linux"},
+		Config:   v1.ImageConfig{Entrypoint: []string{"/bin/busybox", "sh", "/run.sh"}, Env: []string{"PATH=/bin"}},
+		RootFS:   v1.RootFS{Type: "layers", DiffIDs: []digest.Digest{diffID}},
+	}))
+	manifest := blob(v1.MediaTypeImageManifest, text(v1.Manifest{
+		Versioned: specs.Versioned{SchemaVersion: 2}, MediaType: v1.MediaTypeImageManifest,
+		Config: config, Layers: []v1.Descriptor{blob(v1.MediaTypeImageLayerGzip, layer.Bytes())},
+	}))
+	manifest.Annotations = map[string]string{v1.AnnotationRefName: "tiny"}
+	write(filepath.Join(dir, "index.json"), text(v1.Index{Versioned: specs.Versioned{SchemaVersion: 2}, MediaType: v1.MediaTypeImageIndex, Manifests: []v1.Descriptor{manifest}}))
+	write(filepath.Join(dir, "oci-layout"), text(v1.ImageLayout{Version: v1.ImageLayoutVersion}))
+	built, err := images.Open(dir, "tiny")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return built
+}
+
+func TestKeepLogs(t *testing.T) {
+	from, to := t.TempDir(), filepath.Join(t.TempDir(), "logs", "key")
+	if err := os.WriteFile(filepath.Join(from, "containerd-1.log"), []byte("it broke\n"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	if err := keepLogs(from, to); err != nil {
+		t.Fatal(err)
+	}
+	text, err := os.ReadFile(filepath.Join(to, "containerd-1.log"))
+	if err != nil || !strings.Contains(string(text), "broke") {
+		t.Errorf("%q, %v", text, err)
+	}
+}
