@@ -235,6 +235,25 @@ func processorTime(pid int) (time.Duration, error) {
 	return time.Duration(sum) * 10 * time.Millisecond, nil
 }
 
+// ProcessorTime is that of a process, of its children, and of those that they have
+// waited for. What cannot be read counts as none.
+func ProcessorTime(pid int) time.Duration {
+	sum, err := processorTime(pid)
+	if err != nil {
+		return 0
+	}
+	children, err := os.ReadFile(fmt.Sprintf("/proc/%d/task/%d/children", pid, pid))
+	if err != nil {
+		return sum
+	}
+	for _, field := range strings.Fields(string(children)) {
+		if child, err := strconv.Atoi(field); err == nil {
+			sum += ProcessorTime(child)
+		}
+	}
+	return sum
+}
+
 // peak is the sum of the largest resident sets that processes had.
 func peak(pids []int) (sum int64) {
 	for _, pid := range pids {
