@@ -18,7 +18,7 @@ BENCH ?= .
 
 LINT := $(CACHE)/bin/golangci-lint
 
-.PHONY: build test lint vet unit race demo bench-go fuzz deps tidy clean
+.PHONY: build test lint vet unit race demo bench bench-server bench-go fuzz deps tidy clean
 
 build:
 	CGO_ENABLED=0 $(GO) build -trimpath -buildvcs=false -ldflags '$(LDFLAGS)' -o bin/foil ./cmd/foil
@@ -52,6 +52,21 @@ unit:
 demo: build
 	@scripts/deps demo
 	cd bench && $(GO) run ./cmd/bench demo --foil ../bin/foil --cache $(CACHE) $(if $(IMAGE),--image $(IMAGE)) $(if $(PROBE),--probe "$(PROBE)") $(if $(CMD),-- $(CMD))
+
+# A small matrix, in less than ten minutes; `bench run --help` has the full one.
+# RESULTS is kept, and gone on with if it was interrupted.
+RESULTS ?= $(CACHE)/results/$(VERSION)
+bench: build
+	@scripts/deps bench
+	cd bench && $(GO) build -o ../bin/bench ./cmd/bench
+	bin/bench run --foil bin/foil --cache $(CACHE) --out $(RESULTS) \
+		--images redis,debian --engines hydrofoil,overlayfs,curl --rtt 0,150ms --rate 100mbit --runs 2 --load 1s $(BENCHFLAGS)
+	bin/bench report $(RESULTS)
+
+bench-server: build
+	@scripts/deps bench
+	cd bench && $(GO) build -o ../bin/bench ./cmd/bench
+	bin/bench server --foil bin/foil --cache $(CACHE)
 
 bench-go:
 	$(GO) test -run '^$$' -bench '$(BENCH)' -benchtime $(BENCHTIME) -benchmem ./...

@@ -3,6 +3,7 @@ package engines
 import (
 	"bufio"
 	"context"
+	"crypto/sha256"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -24,8 +25,17 @@ type Hydrofoil struct{}
 
 func (*Hydrofoil) Name() string { return "hydrofoil" }
 
+// Find tells builds of one version apart by the digest of the program.
 func (*Hydrofoil) Find(ctx context.Context, p Programs) (string, error) {
-	return firstLine(ctx, p.Foil, "version")
+	version, err := firstLine(ctx, p.Foil, "version")
+	if err != nil {
+		return "", fmt.Errorf("%w; build it, or say --foil", err)
+	}
+	program, err := os.ReadFile(p.Foil)
+	if err != nil {
+		return "", fmt.Errorf("bench: %w", err)
+	}
+	return fmt.Sprintf("%s, program sha256:%.6x", version, sha256.Sum256(program)), nil
 }
 
 // Prepare asks for nothing: the server has prepared the image when it was
