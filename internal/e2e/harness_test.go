@@ -92,7 +92,12 @@ func (l *logBuffer) String() string {
 
 func start(t testing.TB, args ...string) *process {
 	t.Helper()
-	p := &process{t: t, cmd: exec.Command(foil, args...), log: new(logBuffer), done: make(chan struct{})}
+	return startProgram(t, foil, args...)
+}
+
+func startProgram(t testing.TB, program string, args ...string) *process {
+	t.Helper()
+	p := &process{t: t, cmd: exec.Command(program, args...), log: new(logBuffer), done: make(chan struct{})}
 	p.cmd.Stdout, p.cmd.Stderr = p.log, p.log
 	p.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	p.cmd.WaitDelay = time.Second

@@ -144,7 +144,7 @@ func manyFiles(t testing.TB, n, size int, seed uint64, changed float64) image {
 		}
 		base = append(base, layertest.File("bin/busybox", 0o755, string(b)))
 		for _, name := range []string{"sh", "cat", "sleep", "echo", "id", "sha256sum", "true", "false"} {
-			base = append(base, layertest.Link("bin/"+name, "bin/busybox"))
+			base = append(base, layertest.Link("bin/"+name, "bin/busybox").Mode(0o755))
 		}
 	}
 	choose := rand.New(rand.NewPCG(seed, 1))

@@ -6,6 +6,8 @@ import (
 	"net/http"
 	"syscall"
 
+	"golang.org/x/sys/unix"
+
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/worker/api"
 	"hydrofoil.dev/foil/internal/worker/fetch"
@@ -48,6 +50,35 @@ func asError(err error) *api.Error {
 		}
 	}
 	return api.AsError(err)
+}
+
+// gateError says of an error that there is no gate what that means.
+func gateError(err error) error {
+	if !lacking(err) {
+		return err
+	}
+	return errorf(api.CodeUnsupported, "this kernel, %s, cannot hold back reads of what is not here (fanotify pre-content events need Linux 6.14): %w; `foil doctor` says what this host lacks", kernelRelease(), err)
+}
+
+// mountError does the same for one that a rootfs cannot be mounted.
+func mountError(err error) error {
+	if !lacking(err) {
+		return err
+	}
+	return errorf(api.CodeUnsupported, "%w; this kernel, %s, does not mount EROFS images from files (that needs Linux 6.12 with CONFIG_EROFS_FS and CONFIG_EROFS_FS_BACKED_BY_FILE): `foil doctor` says what this host lacks", err, kernelRelease())
+}
+
+// lacking reports whether err is what kernels say to what they do not know.
+func lacking(err error) bool {
+	return isAny(syscall.EINVAL, syscall.ENOSYS, syscall.ENODEV, syscall.ENOTBLK, syscall.EOPNOTSUPP)(err)
+}
+
+func kernelRelease() string {
+	var u unix.Utsname
+	if err := unix.Uname(&u); err != nil {
+		return "of unknown version"
+	}
+	return "Linux " + unix.ByteSliceToString(u.Release[:])
 }
 
 func isAny(targets ...error) func(error) bool {

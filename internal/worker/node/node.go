@@ -162,7 +162,7 @@ func New(opts Options) (_ *Node, err error) {
 	}
 	held, err := n.openGate()
 	if err != nil {
-		return nil, err
+		return nil, gateError(err)
 	}
 	if err := n.restore(held); err != nil {
 		return nil, err

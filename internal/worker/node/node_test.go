@@ -480,8 +480,8 @@ func TestAnImageUnderTwoNamesIsPulledOnce(t *testing.T) {
 		h.verified(ref)
 	}
 	h.same(m)
-	// The second stream may have sent some before it was ended.
-	if n := s.framesSent(); n > 20+10 {
+	// A stream that is ended may have sent some; each request asks for less.
+	if n := s.framesSent(); n >= 2*20 {
 		t.Errorf("%d frames were sent for 20 segments", n)
 	}
 	h.remove(ref1)

@@ -408,7 +408,7 @@ func (n *Node) mount(r *rootfs) error {
 		devices[i] = filepath.Join(n.rootfsDir(c), "arena")
 	}
 	if err := kernel.MountErofs(kernel.Erofs{Image: r.path("meta.erofs"), Devices: devices, Target: r.path("mnt")}); err != nil {
-		return fmt.Errorf("mount rootfs %s: %w; `foil doctor` says what this host lacks", r.rec.ChainID, err)
+		return mountError(fmt.Errorf("mount rootfs %s: %w", r.rec.ChainID, err))
 	}
 	n.mu.Lock()
 	r.mounted = true

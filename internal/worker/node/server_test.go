@@ -325,4 +325,3 @@ func (s *fakeServer) plan(m *fakeImage, req *bundle.Request) (*bundle.Plan, [][]
 	}
 	return p, frames
 }
-
