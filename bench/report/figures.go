@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"gonum.org/v1/plot"
+	"gonum.org/v1/plot/font"
 	"gonum.org/v1/plot/plotter"
 	"gonum.org/v1/plot/vg"
 	"gonum.org/v1/plot/vg/draw"
@@ -80,6 +81,9 @@ func newPlot(x, y string) *plot.Plot {
 		*style = 12
 	}
 	p.X.Tick.Label.Font.Size, p.Y.Tick.Label.Font.Size = 11, 11
+	for _, f := range []*font.Font{&p.X.Label.TextStyle.Font, &p.Y.Label.TextStyle.Font, &p.Legend.TextStyle.Font, &p.X.Tick.Label.Font, &p.Y.Tick.Label.Font} {
+		f.Variant = "Sans"
+	}
 	p.Legend.Padding = vg.Points(1.5)
 	p.Legend.ThumbnailWidth = vg.Points(22)
 	p.Y.Min = 0
@@ -164,7 +168,7 @@ func drawLines(f figure, x, y string, lines []line) (figure, error) {
 		drawn.Color, drawn.Width, drawn.Dashes = c, vg.Points(2), dashes(l.engine)
 		dots.Color, dots.Shape, dots.Radius = c, draw.CircleGlyph{}, vg.Points(2.5)
 		p.Add(drawn)
-		if drawn.Dashes == nil {
+		if drawn.Dashes == nil || len(middle) == 1 {
 			p.Add(dots)
 		}
 		p.Legend.Add(label(l.engine), drawn)
@@ -443,6 +447,8 @@ func (m *model) timelines(rate int64) (s section, err error) {
 			var told []string
 			p := newPlot("time since the command (s)", "megabytes")
 			top, drawn := 0.0, 0
+			var slowest, last float64
+			var legend []func() // in the reverse order
 			p.X.Min = 0
 			// The first engine is drawn last: lines that are as fast as the link hide
 			// each other.
@@ -466,13 +472,14 @@ func (m *model) timelines(rate int64) (s section, err error) {
 				l.Color, l.Width, l.Dashes = colour(e), vg.Points(1.8), dashes(e)
 				p.Add(l)
 				ready := r.Marks[engines.Ready]
+				slowest, last = max(slowest, ready.Time.Seconds()), max(last, end.Seconds())
 				dot, err := plotter.NewScatter(plotter.XYs{{X: ready.Time.Seconds(), Y: megabytes(ready.Down)}})
 				if err != nil {
 					return s, fmt.Errorf("bench: draw %s: %w", f.File, err)
 				}
 				dot.Color, dot.Shape, dot.Radius = colour(e), draw.CircleGlyph{}, vg.Points(4.5)
 				p.Add(dot)
-				p.Legend.Add(label(e), l)
+				legend = append(legend, func() { p.Legend.Add(label(e), l) })
 				if r.Waits > 0 {
 					told = append(told, fmt.Sprintf("%s: %d reads waited %.2f s in sum before it was ready.", label(e), r.Waits, r.Waited.Seconds()))
 				}
@@ -481,6 +488,12 @@ func (m *model) timelines(rate int64) (s section, err error) {
 			if drawn == 0 {
 				continue
 			}
+			for _, add := range slices.Backward(legend) {
+				add()
+			}
+			// What comes in the background long after the slowest start would hide
+			// the starts.
+			p.X.Max = min(last, 1.6*slowest)
 			p.Legend.Top, p.Legend.Left = true, true
 			p.Y.Max = top * (1.12 + 0.085*float64(drawn))
 			f.Caption = strings.Join(told, " ")
