@@ -16,7 +16,7 @@ import (
 func newNodeCommand() *cobra.Command {
 	var opts node.Options
 	var level slog.Level
-	var format string
+	var format, socket string
 	cmd := &cobra.Command{
 		Use:   "node [flags]",
 		Short: "Run the worker daemon",
@@ -26,6 +26,9 @@ filesystems of containers. It answers the other commands on DIR/run/foil.sock.
 
 Everything it keeps is below --root, which must be on ext4, XFS or btrfs. It
 needs root. "foil doctor" says whether this host can do what it takes.
+
+containerd uses the daemon as a snapshotter by DIR/run/snapshotter.sock: see
+deploy/containerd/README.md.
 
 foil pull and foil run start a daemon when none runs; its log is in
 DIR/run/node.log, and "foil status" names the process to end. For a daemon that
@@ -64,7 +67,7 @@ Exit codes: 0 it was told to end; 1 an error, in the log as well.`,
 				return advise(opts.Root, err)
 			}
 			opts.Logger.Info("ready", "root", opts.Root, "socket", api.SocketPath(opts.Root), "version", opts.Version)
-			err = n.Serve(cmd.Context())
+			err = serveNode(cmd.Context(), n, opts, socket)
 			opts.Logger.Info("ending")
 			return errors.Join(err, n.Close())
 		},
@@ -72,6 +75,7 @@ Exit codes: 0 it was told to end; 1 an error, in the log as well.`,
 	flags := cmd.Flags()
 	rootFlag(cmd, &opts.Root)
 	flags.DurationVar(&opts.GiveUp, "give-up", 5*time.Minute, "how long to go on trying when a server cannot be reached, before reads that wait for it fail")
+	flags.StringVar(&socket, "snapshotter-socket", "default", "`PATH` of the socket for containerd; default: DIR/run/snapshotter.sock; off: none")
 	flags.StringVar(&format, "log-format", "text", "`FORMAT` of the log: text or json")
 	flags.TextVar(&level, "log-level", slog.LevelInfo, "least `LEVEL` to log: debug, info, warn or error")
 	configurable(cmd)

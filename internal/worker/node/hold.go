@@ -11,6 +11,7 @@ import (
 	"github.com/opencontainers/go-digest"
 	"golang.org/x/sys/unix"
 
+	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/worker/api"
 )
 
@@ -132,6 +133,25 @@ func (n *Node) RootfsUsage(chain digest.Digest) (size, inodes int64, err error) 
 		}
 	}
 	return size, inodes, nil
+}
+
+// Serves asks an image's server whether it is one that sends bundles: any other
+// does not know the address. An error says nothing about it.
+func (n *Node) Serves(ctx context.Context, name string) (bool, error) {
+	r, err := parseRef(name)
+	if err != nil {
+		return false, err
+	}
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, r.server(false)+bundle.PullPath, nil)
+	if err != nil {
+		return false, err
+	}
+	resp, err := http.DefaultClient.Do(req)
+	if err != nil {
+		return false, err
+	}
+	_ = resp.Body.Close()
+	return resp.StatusCode == http.StatusMethodNotAllowed, nil
 }
 
 // OpenBlob asks an image's server for one of its blobs, as any client of a

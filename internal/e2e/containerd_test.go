@@ -1,0 +1,382 @@
+package e2e
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"net/http/httputil"
+	"net/url"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+
+	"hydrofoil.dev/foil/internal/kernel"
+	"hydrofoil.dev/foil/internal/server/layer/layertest"
+	"hydrofoil.dev/foil/internal/worker/snapshotter"
+)
+
+// containerdDir is the directory with containerd 2.x, ctr and
+// containerd-shim-runc-v2 that the tests below use, by this variable.
+const containerdDir = "FOIL_TEST_CONTAINERD2"
+
+// containerd is a containerd of the test's own, with the worker's snapshotter.
+type containerd struct {
+	*process
+	dir, bin string
+}
+
+// startContainerd starts containerd 2.x with the configuration of
+// deploy/containerd, but for the paths.
+func startContainerd(t testing.TB, w *worker) *containerd {
+	t.Helper()
+	bin := os.Getenv(containerdDir)
+	if bin == "" {
+		t.Skipf("skip: %s names no directory with containerd 2.x, ctr and containerd-shim-runc-v2", containerdDir)
+	}
+	config, err := os.ReadFile("../../deploy/containerd/containerd-2.toml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	dir, err := os.MkdirTemp("", "foil-containerd-")
+	if err != nil {
+		t.Fatal(err)
+	}
+	c := &containerd{dir: dir, bin: bin}
+	own := fmt.Sprintf("root = %q\nstate = %q\n", filepath.Join(dir, "root"), filepath.Join(dir, "state")) +
+		"disabled_plugins = ['io.containerd.grpc.v1.cri', 'io.containerd.cri.v1.images', 'io.containerd.cri.v1.runtime', 'io.containerd.nri.v1.nri', 'io.containerd.podsandbox.controller.v1.podsandbox']\n" +
+		fmt.Sprintf("[grpc]\naddress = %q\n[ttrpc]\naddress = %q\n[debug]\nlevel = 'debug'\n", c.socket(), c.socket()+".ttrpc")
+	text := regexp.MustCompile(`(?m)^version = 3$`).ReplaceAllString(string(config), "version = 3\n"+own)
+	text = strings.ReplaceAll(text, "/var/lib/foil/run/snapshotter.sock", snapshotter.SocketPath(w.root))
+	if err := os.WriteFile(filepath.Join(dir, "config.toml"), []byte(text), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		mounts, err := kernel.Mounts(dir)
+		if err != nil {
+			t.Error(err)
+		}
+		for i := len(mounts) - 1; i >= 0; i-- {
+			if err := kernel.Unmount(mounts[i].Target, true); err != nil {
+				t.Error(err)
+			}
+		}
+		if err := os.RemoveAll(dir); err != nil {
+			t.Error(err)
+		}
+	})
+	c.start(t)
+	return c
+}
+
+func (c *containerd) socket() string { return filepath.Join(c.dir, "c.sock") }
+
+func (c *containerd) start(t testing.TB) {
+	t.Helper()
+	cmd := exec.Command(filepath.Join(c.bin, "containerd"), "--config", filepath.Join(c.dir, "config.toml"))
+	cmd.Env = append(os.Environ(), "PATH="+c.bin+":"+os.Getenv("PATH"))
+	c.process = startCommand(t, cmd)
+	eventually(t, "containerd answers", func() error {
+		select {
+		case <-c.done:
+			t.Fatalf("containerd ended: %v\n%s", c.err, c.log)
+		default:
+		}
+		_, err := c.tryCtr("version")
+		return err
+	})
+}
+
+func (c *containerd) tryCtr(args ...string) (string, error) {
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, filepath.Join(c.bin, "ctr"), append([]string{"--address", c.socket()}, args...)...)
+	cmd.WaitDelay = time.Second
+	var out, errs bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &out, &errs
+	if err := cmd.Run(); err != nil {
+		return out.String(), fmt.Errorf("ctr %s: %w\n%s%s", strings.Join(args, " "), err, out.String(), errs.String())
+	}
+	return out.String(), nil
+}
+
+func (c *containerd) ctr(t testing.TB, args ...string) string {
+	t.Helper()
+	out, err := c.tryCtr(args...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return out
+}
+
+func (c *containerd) pull(t testing.TB, ref string) {
+	t.Helper()
+	c.ctr(t, "images", "pull", "--plain-http", "--snapshotter", "hydrofoil", ref)
+}
+
+// run is `ctr run` of one command in a new container.
+func (c *containerd) run(t testing.TB, ref, id, script string) string {
+	t.Helper()
+	return c.ctr(t, "run", "--rm", "--snapshotter", "hydrofoil", ref, id, "/bin/sh", "-c", script)
+}
+
+// snapshot is what containerd says of one.
+type snapshotInfo struct {
+	Name, Parent string
+	Labels       map[string]string
+}
+
+func (c *containerd) info(t testing.TB, name string) snapshotInfo {
+	t.Helper()
+	var s snapshotInfo
+	if err := json.Unmarshal([]byte(c.ctr(t, "snapshots", "--snapshotter", "hydrofoil", "info", name)), &s); err != nil {
+		t.Fatal(err)
+	}
+	return s
+}
+
+// names lists the committed snapshots.
+func (c *containerd) names(t testing.TB) []string {
+	t.Helper()
+	var names []string
+	for line := range strings.Lines(c.ctr(t, "snapshots", "--snapshotter", "hydrofoil", "ls")) {
+		if f := strings.Fields(line); len(f) > 1 && f[len(f)-1] == "Committed" {
+			names = append(names, f[0])
+		}
+	}
+	return names
+}
+
+// sums is a script that prints the digests of an image's data, and what they
+// are, from containerd's own unpacker.
+const sums = "cd /data && for f in *; do sha256sum $f; done; cat /version"
+
+func wantSums(t testing.TB, img image) string {
+	t.Helper()
+	dir := unpack(t, img)
+	cmd := exec.Command("/bin/sh", "-c", "cd "+dir+"/data && for f in *; do sha256sum $f; done; cat ../version")
+	out, err := cmd.Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(out)
+}
+
+// runnable is an image of a shell and n files in /data.
+func runnable(t testing.TB, n, size int) image {
+	t.Helper()
+	b, err := os.ReadFile(busybox)
+	if err != nil {
+		t.Fatal(err)
+	}
+	base := layertest.Layer{layertest.Dir("bin", 0o755), layertest.File("bin/busybox", 0o755, string(b)), layertest.Dir("data", 0o755)}
+	for _, name := range []string{"sh", "cat", "sleep", "ls", "wc", "sha256sum"} {
+		base = append(base, layertest.Symlink("bin/"+name, "busybox"))
+	}
+	for i := range n {
+		base = append(base, layertest.File(fmt.Sprintf("data/%05d", i), 0o644, noise(size+i%97)))
+	}
+	return newImage(t, ocispec.ImageConfig{Cmd: []string{"/bin/sh"}}, base.Gzip(t),
+		layertest.Layer{layertest.File("version", 0o644, "1")}.Gzip(t))
+}
+
+func needBusybox(t testing.TB) {
+	t.Helper()
+	if busybox == "" {
+		t.Skip("skip: no static busybox")
+	}
+}
+
+func TestContainerdRunsAnImageThatIsOnItsWay(t *testing.T) {
+	needBusybox(t)
+	s := startServer(t, t.TempDir())
+	img := runnable(t, 200, 30_000)
+	slow := newLink(t, s.addr, 3<<20)
+	ref := slow.via(s.push("app", "1", img))
+	w := startWorker(t, workerRoot(t))
+	c := startContainerd(t, w)
+
+	c.pull(t, ref)
+	if images, err := w.client.Images(t.Context()); err != nil || len(images) != 1 || images[0].State != "pulling" {
+		t.Fatalf("when ctr images pull has ended, the worker has %+v, %v; want one image that is being pulled", images, err)
+	}
+	for _, l := range img.layers {
+		if out := c.ctr(t, "content", "ls", "-q"); strings.Contains(out, l.Descriptor().Digest.String()) {
+			t.Errorf("containerd fetched layer %s", l.Descriptor().Digest)
+		}
+	}
+	slow.setRate(0)
+	if got, want := c.run(t, ref, "one", sums), wantSums(t, img); got != want {
+		t.Errorf("a container on the image that was on its way read\n%s\nwant\n%s", got, want)
+	}
+	names := c.names(t)
+	if len(names) != 2 {
+		t.Fatalf("committed snapshots: %q, want one for each of the 2 layers", names)
+	}
+	for _, n := range names {
+		if got := c.info(t, n).Labels[snapshotter.LabelPath]; got != snapshotter.PathLazy {
+			t.Errorf("snapshot %s took the path %q", n, got)
+		}
+	}
+
+	// A restart of the daemon while a container runs.
+	c.ctr(t, "run", "--detach", "--snapshotter", "hydrofoil", ref, "long", "/bin/sh", "-c", "sleep 1000")
+	w.kill()
+	w2 := startWorker(t, w.root)
+	if got := c.ctr(t, "task", "exec", "--exec-id", "x", "long", "/bin/sh", "-c", sums); got != wantSums(t, img) {
+		t.Errorf("after the daemon was killed a container read\n%s", got)
+	}
+	eventually(t, "containerd reaches the new daemon", func() error {
+		_, err := c.tryCtr("snapshots", "--snapshotter", "hydrofoil", "ls")
+		return err
+	})
+	if got := c.run(t, ref, "two", sums); got != wantSums(t, img) {
+		t.Errorf("a container of the new daemon read\n%s", got)
+	}
+
+	// The disk: what is used is counted, and freed with the image.
+	usage := c.ctr(t, "snapshots", "--snapshotter", "hydrofoil", "usage", "-b", names[0], names[1])
+	t.Logf("usage:\n%s", usage)
+	if _, _, code := command(t, "rm", "--root", w2.root, w2.imageRefs()[0]); code == 0 {
+		t.Error("foil rm removed an image that containerd uses")
+	}
+	c.ctr(t, "task", "kill", "--signal", "SIGKILL", "long")
+	eventually(t, "the container is gone", func() error {
+		if _, err := c.tryCtr("task", "rm", "long"); err != nil && !strings.Contains(err.Error(), "not found") {
+			return err
+		}
+		_, err := c.tryCtr("containers", "rm", "long")
+		return err
+	})
+	c.ctr(t, "images", "rm", "--sync", ref)
+	if refs := w2.imageRefs(); len(refs) > 0 {
+		t.Errorf("after ctr images rm the worker has %q", refs)
+	}
+	left, err := filepath.Glob(filepath.Join(w.root, "rootfs", "*"))
+	if err != nil || len(left) > 0 {
+		t.Errorf("left after ctr images rm: %q, %v", left, err)
+	}
+}
+
+func (w *worker) imageRefs() (refs []string) {
+	w.t.Helper()
+	images, err := w.client.Images(w.t.Context())
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	for _, img := range images {
+		refs = append(refs, img.Ref)
+	}
+	return refs
+}
+
+func TestContainerdUnpacksWhatIsNoBundle(t *testing.T) {
+	needBusybox(t)
+	s := startServer(t, t.TempDir())
+	img := runnable(t, 20, 5_000)
+	ref := s.push("app", "1", img)
+	w := startWorker(t, workerRoot(t))
+	c := startContainerd(t, w)
+	ref = plainRegistry(t, s) + ref[strings.IndexByte(ref, '/'):]
+	c.pull(t, ref)
+	if got, want := c.run(t, ref, "one", sums), wantSums(t, img); got != want {
+		t.Errorf("a container read\n%s\nwant\n%s", got, want)
+	}
+	for _, n := range c.names(t) {
+		l := c.info(t, n).Labels
+		if l[snapshotter.LabelPath] != snapshotter.PathPlain || l[snapshotter.LabelReason] == "" {
+			t.Errorf("labels of snapshot %s: %q", n, l)
+		}
+	}
+	if refs := w.imageRefs(); len(refs) > 0 {
+		t.Errorf("the worker has %q", refs)
+	}
+}
+
+// An image whose layers are the lower ones of another that came lazily: its
+// layers are never asked for, so the container's snapshot has to bring them.
+func TestContainerdRunsAPrefixOfALazyImage(t *testing.T) {
+	needBusybox(t)
+	s := startServer(t, t.TempDir())
+	whole := runnable(t, 20, 5_000)
+	more := layertest.Layer{layertest.Whiteout("version"), layertest.Dir("data", 0o755), layertest.File("data/more", 0o644, noise(3000))}.Gzip(t)
+	upper := newImage(t, ocispec.ImageConfig{Cmd: []string{"/bin/sh"}}, append(slices.Clone(whole.layers), more)...)
+	other := newImage(t, ocispec.ImageConfig{Cmd: []string{"/bin/sh"}}, append(slices.Clone(whole.layers),
+		layertest.Layer{layertest.File("version", 0o644, "other")}.Gzip(t))...)
+	refUpper, refWhole := s.push("app", "upper", upper), s.push("app", "whole", whole)
+	refOther := s.push("app", "other", other)
+	refOther = plainRegistry(t, s) + refOther[strings.IndexByte(refOther, '/'):]
+	w := startWorker(t, workerRoot(t))
+	c := startContainerd(t, w)
+	c.pull(t, refUpper)
+	c.pull(t, refWhole)
+	if got, want := c.run(t, refWhole, "whole", sums), wantSums(t, whole); got != want {
+		t.Errorf("a container of the prefix read\n%s\nwant\n%s", got, want)
+	}
+	if got := c.run(t, refUpper, "upper", "ls /version; ls /data | wc -l"); got != "21\n" {
+		t.Errorf("a container of the lazy image said %q", got)
+	}
+	// The same layers below one that comes the plain way.
+	c.pull(t, refOther)
+	if got, want := c.run(t, refOther, "other", sums), wantSums(t, other); got != want {
+		t.Errorf("a container of a plain image on layers that came lazily read\n%s\nwant\n%s", got, want)
+	}
+	if diff := differs(t, upper, w.mountOf(w.imageRefs()[0])); diff != "" {
+		t.Errorf("the lazy image:\n%s", diff)
+	}
+}
+
+// startCommand is start for a program that is not foil.
+func startCommand(t testing.TB, cmd *exec.Cmd) *process {
+	t.Helper()
+	p := &process{t: t, cmd: cmd, log: new(logBuffer), done: make(chan struct{})}
+	cmd.Stdout, cmd.Stderr = p.log, p.log
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	cmd.WaitDelay = time.Second
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	go func() {
+		p.err = cmd.Wait()
+		close(p.done)
+	}()
+	t.Cleanup(func() {
+		p.signal(syscall.SIGTERM)
+		select {
+		case <-p.done:
+		case <-time.After(20 * time.Second):
+			p.kill()
+			t.Errorf("%s did not end on SIGTERM", cmd.Path)
+		}
+		if t.Failed() {
+			t.Logf("log of %s:\n%s", cmd.Path, p.log)
+		}
+	})
+	return p
+}
+
+// plainRegistry is s as a registry that is no Hydrofoil server; it returns its
+// address.
+func plainRegistry(t testing.TB, s *server) string {
+	t.Helper()
+	proxy := httputil.NewSingleHostReverseProxy(&url.URL{Scheme: "http", Host: s.addr})
+	srv := httptest.NewServer(http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
+		if strings.HasPrefix(r.URL.Path, "/v2/") {
+			proxy.ServeHTTP(rw, r)
+			return
+		}
+		http.NotFound(rw, r)
+	}))
+	t.Cleanup(srv.Close)
+	return srv.Listener.Addr().String()
+}

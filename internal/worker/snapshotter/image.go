@@ -1,0 +1,320 @@
+package snapshotter
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/containerd/containerd/v2/pkg/snapshotters"
+	"github.com/containerd/errdefs"
+	"github.com/distribution/reference"
+	"github.com/opencontainers/go-digest"
+	"github.com/opencontainers/image-spec/identity"
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+
+	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/node"
+)
+
+// pulled is an image whose layers containerd is asking for. It is kept until
+// the last one has its snapshot, or containerd has not asked for a while.
+type pulled struct {
+	held    *node.Held
+	chains  []digest.Digest // of the layers, lowest first
+	layers  []ocispec.Descriptor
+	diffIDs []digest.Digest
+	timer   *time.Timer // ends it
+}
+
+// refusal is an image that could not be had as a bundle. The next layers of the
+// same image go the plain way without asking again.
+type refusal struct {
+	why   string
+	until time.Time
+}
+
+var errNoServer = errors.New("its registry sends no bundles")
+
+const (
+	// patience is how long containerd may take from one layer to the next: it
+	// unpacks those that it has to between them.
+	patience = 10 * time.Minute
+	// refusedFor is how long an image that could not be had is not asked for
+	// again. A pull takes about that long.
+	refusedFor = time.Minute
+)
+
+// skip makes the snapshot of a layer without its bytes: then the error is
+// ErrAlreadyExists, with which containerd goes on to the next layer. Without an
+// error, why says why the layer has to go the plain way.
+func (s *Snapshotter) skip(ctx context.Context, key, target, parent string, labels map[string]string) (why string, err error) {
+	chain, err := digest.Parse(target)
+	if err != nil {
+		return "the target " + target + " is not a chain ID", nil
+	}
+	exists := fmt.Errorf("the snapshot of layer %s: %w", target, errdefs.ErrAlreadyExists)
+	s.mu.Lock()
+	here := s.find(chain, parent) != nil
+	s.mu.Unlock()
+	if here {
+		return "", exists
+	}
+	if s.opts.Node == nil {
+		return "nothing pulls images as bundles", nil
+	}
+	name, why := imageName(labels)
+	if why != "" {
+		return why, nil
+	}
+	p, why, err := s.pull(ctx, name)
+	if p == nil {
+		return why, err
+	}
+	i := slices.Index(p.chains, chain)
+	if i < 0 {
+		return fmt.Sprintf("image %s has no layer with chain ID %s", name, chain), nil
+	}
+	r := &record{Parent: parent, Role: roleLayer, Chain: chain, Image: name, Layer: p.layers[i], DiffID: p.diffIDs[i]}
+	var held *node.Held
+	if i == len(p.chains)-1 {
+		r.Role = roleRootfs
+		if held, err = s.opts.Node.Hold(ctx, name); err != nil {
+			return fmt.Sprintf("image %s: %v", name, err), ctx.Err()
+		}
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	err = s.commitLazy(ctx, key, r, held, labels)
+	if held != nil {
+		if r.held == nil { // it failed, or another request made it
+			s.opts.Node.Release(held.ChainID)
+		}
+		s.forget(name)
+	}
+	if err != nil {
+		s.log.Error("a layer goes the plain way, though the image could be had", "image", name, "layer", chain, "error", err)
+		if held != nil {
+			s.dropImage(ctx, name)
+		}
+		return err.Error(), ctx.Err()
+	}
+	if r.held != nil {
+		s.log.Info("containerd has an image lazily", "image", name, "digest", held.Digest, "rootfs", held.ChainID, "layers", len(p.chains))
+	}
+	return "", exists
+}
+
+// find returns the record of a layer on a parent, or nil. Called with mu held.
+func (s *Snapshotter) find(chain digest.Digest, parent string) *record {
+	for _, r := range s.records {
+		if r.Chain == chain && r.Parent == parent {
+			return r
+		}
+	}
+	return nil
+}
+
+// imageName returns the name by which to ask the node for the image of a layer:
+// HOST/REPOSITORY@DIGEST, since a tag may have moved since containerd resolved
+// it; or why there is none.
+func imageName(labels map[string]string) (name, why string) {
+	ref := labels[snapshotters.TargetRefLabel]
+	if ref == "" {
+		return "", "containerd did not say which image the layer is of: see deploy/containerd/README.md for its configuration"
+	}
+	named, err := reference.ParseNormalizedNamed(ref)
+	if err != nil {
+		return "", fmt.Sprintf("image reference %q: %v", ref, err)
+	}
+	if d := labels[snapshotters.TargetManifestDigestLabel]; d != "" {
+		manifest, err := digest.Parse(d)
+		if err != nil {
+			return "", fmt.Sprintf("manifest digest %q of image %s: %v", d, ref, err)
+		}
+		canonical, err := reference.WithDigest(reference.TrimNamed(named), manifest)
+		if err != nil {
+			return "", fmt.Sprintf("image reference %q: %v", ref, err)
+		}
+		named = canonical
+	}
+	return reference.TagNameOnly(named).String(), ""
+}
+
+// pull brings an image here until its rootfs is mounted, or says why it cannot.
+func (s *Snapshotter) pull(ctx context.Context, name string) (_ *pulled, why string, err error) {
+	s.mu.Lock()
+	if p := s.pulls[name]; p != nil {
+		p.timer.Reset(patience)
+		s.mu.Unlock()
+		return p, "", nil
+	}
+	if r, ok := s.refused[name]; ok && time.Now().Before(r.until) {
+		s.mu.Unlock()
+		return nil, r.why, nil
+	}
+	delete(s.refused, name)
+	s.mu.Unlock()
+
+	if !s.opts.Node.Has(name) {
+		// Before the pull: an image that nothing here knows of would stay.
+		if err := writeDurably(s.marker(name), []byte(name)); err != nil {
+			return nil, "", err
+		}
+	}
+	// A registry that does not know bundles may answer in ways for which a pull
+	// tries again. Here nobody is to wait for that.
+	wait, cancel := context.WithTimeoutCause(ctx, s.opts.HeaderTimeout, fmt.Errorf("no header within %v", s.opts.HeaderTimeout))
+	defer cancel()
+	wait, stop := context.WithCancelCause(wait)
+	var ask sync.WaitGroup
+	ask.Go(func() {
+		if serves, err := s.opts.Node.Serves(wait, name); err == nil && !serves {
+			stop(errNoServer)
+		}
+	})
+	p := new(pulled)
+	p.held, err = s.opts.Node.Hold(wait, name)
+	if err != nil && context.Cause(wait) != nil {
+		err = context.Cause(wait)
+	}
+	stop(nil)
+	ask.Wait()
+	if err == nil {
+		if err = p.read(); err != nil {
+			s.opts.Node.Release(p.held.ChainID)
+		}
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if err != nil {
+		s.dropImage(ctx, name)
+		if ctx.Err() != nil {
+			return nil, "", ctx.Err()
+		}
+		why = shorten(fmt.Sprintf("image %s: %v", name, err))
+		s.log.Warn("containerd gets an image the plain way", "image", name, "reason", why)
+		s.refused[name] = refusal{why, time.Now().Add(refusedFor)}
+		for other, r := range s.refused {
+			if time.Now().After(r.until) {
+				delete(s.refused, other)
+			}
+		}
+		return nil, why, nil
+	}
+	if other := s.pulls[name]; other != nil || s.closed {
+		s.opts.Node.Release(p.held.ChainID)
+		if s.closed {
+			return nil, "", fmt.Errorf("the daemon is stopping: %w", errdefs.ErrUnavailable)
+		}
+		return other, "", nil
+	}
+	p.timer = time.AfterFunc(patience, func() {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		if s.pulls[name] == p {
+			s.forget(name)
+			s.dropImage(context.Background(), name)
+		}
+	})
+	s.pulls[name] = p
+	return p, "", nil
+}
+
+// shorten keeps a reason within what containerd allows for a label.
+func shorten(why string) string {
+	const limit = 2048
+	if len(why) > limit {
+		why = why[:limit] + "..."
+	}
+	return why
+}
+
+// read finds the layers of an image in its manifest and config.
+func (p *pulled) read() error {
+	var m ocispec.Manifest
+	if err := json.Unmarshal(p.held.Manifest, &m); err != nil {
+		return fmt.Errorf("manifest: %w", err)
+	}
+	var c ocispec.Image
+	if err := json.Unmarshal(p.held.Config, &c); err != nil {
+		return fmt.Errorf("config: %w", err)
+	}
+	p.layers, p.diffIDs = m.Layers, c.RootFS.DiffIDs
+	if len(p.layers) != len(p.diffIDs) {
+		return fmt.Errorf("the manifest has %d layers, the config %d", len(p.layers), len(p.diffIDs))
+	}
+	p.chains = identity.ChainIDs(slices.Clone(p.diffIDs))
+	if len(p.chains) == 0 || p.chains[len(p.chains)-1] != p.held.ChainID {
+		return fmt.Errorf("its layers do not make rootfs %s", p.held.ChainID)
+	}
+	return nil
+}
+
+// forget ends the hold of an image that containerd is done with pulling. Called
+// with mu held.
+func (s *Snapshotter) forget(name string) {
+	if p := s.pulls[name]; p != nil {
+		p.timer.Stop()
+		s.opts.Node.Release(p.held.ChainID)
+		delete(s.pulls, name)
+	}
+}
+
+// marker is the file that says that an image was pulled for containerd.
+func (s *Snapshotter) marker(name string) string {
+	h := sha256.Sum256([]byte(name))
+	return filepath.Join(s.opts.Dir, "images", hex.EncodeToString(h[:]))
+}
+
+// dropImage removes an image that was pulled for containerd and that no
+// snapshot needs. Called with mu held.
+func (s *Snapshotter) dropImage(ctx context.Context, name string) {
+	if _, err := os.Stat(s.marker(name)); err != nil || s.opts.Node == nil || s.pulls[name] != nil {
+		return
+	}
+	for _, r := range s.records {
+		if r.Role == roleRootfs && r.Image == name {
+			return
+		}
+	}
+	err := s.opts.Node.RemoveImage(context.WithoutCancel(ctx), name)
+	if e, ok := errors.AsType[*api.Error](err); ok && e.Code == api.CodeNotFound {
+		err = nil
+	}
+	if err == nil {
+		err = os.Remove(s.marker(name))
+	}
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
+		s.log.Warn("an image that containerd does not need any more stays; the next daemon tries again to remove it", "image", name, "error", err)
+	}
+}
+
+// dropLeftovers removes the images that an earlier daemon pulled for snapshots
+// that are not there. Called with mu held.
+func (s *Snapshotter) dropLeftovers(ctx context.Context) error {
+	dir := filepath.Join(s.opts.Dir, "images")
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return err
+	}
+	for _, e := range entries {
+		name, err := os.ReadFile(filepath.Join(dir, e.Name()))
+		if err != nil {
+			return err
+		}
+		if s.marker(string(name)) != filepath.Join(dir, e.Name()) {
+			_ = os.Remove(filepath.Join(dir, e.Name())) // half written
+			continue
+		}
+		s.dropImage(ctx, string(name))
+	}
+	return nil
+}

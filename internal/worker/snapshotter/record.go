@@ -1,0 +1,237 @@
+package snapshotter
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+
+	"github.com/containerd/containerd/v2/core/snapshots"
+	"github.com/containerd/containerd/v2/core/snapshots/storage"
+	"github.com/containerd/errdefs"
+	"github.com/opencontainers/go-digest"
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+
+	"hydrofoil.dev/foil/internal/worker/node"
+)
+
+// The roles of lazy snapshots.
+const (
+	roleRootfs   = "rootfs"   // of the last layer: it is the image's rootfs
+	roleLayer    = "layer"    // of a layer below it: it is virtual
+	roleUnpacked = "unpacked" // of a layer that was virtual and is not any more
+	roleUnknown  = "unknown"  // its record cannot be read
+)
+
+// record is the file <dir>/snapshots/ID/lazy, JSON. It is written before the
+// snapshot exists in the metadata, in a directory that is removed when it never
+// does.
+type record struct {
+	Version int `json:"version"`
+	// ID, Name and Parent are the snapshot's in the metadata; Parent is a name.
+	ID     string `json:"id"`
+	Name   string `json:"name"`
+	Parent string `json:"parent,omitempty"`
+	Role   string `json:"role"`
+	// Chain is the chain ID of the layers up to this one.
+	Chain digest.Digest `json:"chain_id"`
+	// Image is the name by which the node knows the image.
+	Image string `json:"image"`
+	// Layer and DiffID are what materialising it takes.
+	Layer  ocispec.Descriptor `json:"layer"`
+	DiffID digest.Digest      `json:"diff_id"`
+	// Size and Inodes are what it takes on the disk since it was unpacked.
+	Size   int64 `json:"size,omitempty"`
+	Inodes int64 `json:"inodes,omitempty"`
+
+	held *node.Held // of a rootfs, nil while it could not be had; guarded by mu
+}
+
+const recordVersion = 1
+
+func (s *Snapshotter) dir(id string) string   { return filepath.Join(s.opts.Dir, "snapshots", id) }
+func (s *Snapshotter) fsDir(id string) string { return filepath.Join(s.dir(id), "fs") }
+func (s *Snapshotter) lazy(id string) string  { return filepath.Join(s.dir(id), "lazy") }
+
+// idOf returns the ID of the snapshot whose fs directory a path is, or "".
+func (s *Snapshotter) idOf(path string) string {
+	if filepath.Base(path) != "fs" || filepath.Dir(filepath.Dir(path)) != filepath.Join(s.opts.Dir, "snapshots") {
+		return ""
+	}
+	return filepath.Base(filepath.Dir(path))
+}
+
+// named returns the record of a lazy snapshot, or nil. Called with mu held.
+func (s *Snapshotter) named(name string) *record {
+	for _, r := range s.records {
+		if r.Name == name {
+			return r
+		}
+	}
+	return nil
+}
+
+func (s *Snapshotter) recordOf(name string) *record {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.named(name)
+}
+
+// letGo ends a record's hold. Called with mu held.
+func (s *Snapshotter) letGo(r *record) {
+	if r.held != nil {
+		s.opts.Node.Release(r.held.ChainID)
+		r.held = nil
+	}
+}
+
+// load reads the records of the snapshots that are there, and removes images
+// that were pulled for snapshots that are not.
+func (s *Snapshotter) load(ctx context.Context) error {
+	var ids map[string]string
+	err := s.meta.WithTransaction(ctx, false, func(ctx context.Context) (err error) {
+		if ids, err = storage.IDMap(ctx); errdefs.IsNotFound(err) {
+			return nil // there has been no snapshot yet
+		}
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for id, name := range ids {
+		r, err := s.readRecord(id)
+		if errors.Is(err, fs.ErrNotExist) {
+			continue
+		}
+		if err == nil && (r.ID != id || r.Name != name) {
+			err = fmt.Errorf("it is the record of snapshot %s, %s", r.ID, r.Name)
+		}
+		if err != nil {
+			// Its directory is empty: without the record it would be taken for an
+			// empty layer.
+			s.log.Error("a lazy snapshot cannot be used", "snapshot", name, "record", s.lazy(id), "error", err)
+			s.records[id] = &record{ID: id, Name: name, Role: roleUnknown}
+			continue
+		}
+		s.records[id] = r
+		if r.Role == roleRootfs && s.opts.Node != nil && s.opts.Node.Has(r.Image) {
+			// One that is mounted is held; for another, whose pull this starts, the
+			// daemon does not wait.
+			now, cancel := context.WithCancel(ctx)
+			cancel()
+			if r.held, err = s.opts.Node.Hold(now, r.Image); err != nil {
+				s.log.Warn("the rootfs of a snapshot is not mounted; it is tried again when a container needs it", "snapshot", name, "image", r.Image, "error", err)
+			}
+		}
+	}
+	return s.dropLeftovers(ctx)
+}
+
+func (s *Snapshotter) readRecord(id string) (*record, error) {
+	b, err := os.ReadFile(s.lazy(id))
+	if err != nil {
+		return nil, err
+	}
+	r := new(record)
+	if err := json.Unmarshal(b, r); err != nil {
+		return nil, err
+	}
+	if r.Version != recordVersion {
+		return nil, fmt.Errorf("version %d, this foil reads %d", r.Version, recordVersion)
+	}
+	return r, r.Chain.Validate()
+}
+
+// commitLazy makes the committed snapshot of one layer, on parent, unless it is
+// there. held is of the rootfs that it is, or nil. Called with mu held.
+func (s *Snapshotter) commitLazy(ctx context.Context, key string, r *record, held *node.Held, labels map[string]string) (err error) {
+	if s.find(r.Chain, r.Parent) != nil {
+		return nil
+	}
+	var made string
+	err = s.meta.WithTransaction(ctx, true, func(ctx context.Context) error {
+		sn, err := storage.CreateSnapshot(ctx, snapshots.KindActive, key, r.Parent)
+		if err != nil {
+			return err
+		}
+		r.Version, r.ID, r.Name = recordVersion, sn.ID, r.Chain.String()+"/"+sn.ID
+		made = s.dir(sn.ID)
+		// A leftover of a crash: no snapshot had this ID.
+		if err := os.RemoveAll(made); err != nil {
+			return err
+		}
+		if err := os.MkdirAll(s.fsDir(sn.ID), 0o755); err != nil {
+			return err
+		}
+		if held != nil {
+			// Those on it get their root directory's owner from here.
+			if err := likeParent(held.Mount, s.fsDir(sn.ID)); err != nil {
+				return err
+			}
+		}
+		b, err := json.Marshal(r)
+		if err != nil {
+			return err
+		}
+		if err := writeDurably(s.lazy(sn.ID), b); err != nil {
+			return err
+		}
+		_, err = storage.CommitActive(ctx, key, r.Name, snapshots.Usage{}, snapshots.WithLabels(labels), snapshots.WithParent(r.Parent))
+		return err
+	})
+	if err != nil {
+		if made != "" {
+			_ = os.RemoveAll(made)
+		}
+		if errdefs.IsAlreadyExists(err) {
+			// To containerd this would mean that the layer is there.
+			err = fmt.Errorf("%w: %w", errdefs.ErrFailedPrecondition, errors.New(err.Error()))
+		}
+		return fmt.Errorf("commit the snapshot of layer %s: %w", r.Chain, err)
+	}
+	s.records[r.ID] = r
+	if held != nil {
+		r.held = held
+	}
+	return nil
+}
+
+// writeDurably makes a file hold b, or what it held before, after a crash. Its
+// directory and that one's may be new.
+func writeDurably(path string, b []byte) error {
+	f, err := os.OpenFile(path+".new", os.O_CREATE|os.O_WRONLY|os.O_TRUNC, 0o600)
+	if err != nil {
+		return err
+	}
+	_, err = f.Write(b)
+	if err == nil {
+		err = f.Sync()
+	}
+	if err = errors.Join(err, f.Close()); err == nil {
+		err = os.Rename(f.Name(), path)
+	}
+	if err != nil {
+		return fmt.Errorf("write %s: %w", path, err)
+	}
+	for d := filepath.Dir(path); ; d = filepath.Dir(d) {
+		if err := syncDir(d); err != nil {
+			return err
+		}
+		if base := filepath.Base(d); base == "snapshots" || base == "images" {
+			return nil
+		}
+	}
+}
+
+func syncDir(path string) error {
+	d, err := os.Open(path)
+	if err != nil {
+		return err
+	}
+	return errors.Join(d.Sync(), d.Close())
+}

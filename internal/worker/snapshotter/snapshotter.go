@@ -1,0 +1,363 @@
+// Package snapshotter is Hydrofoil as a containerd snapshotter: containerd's
+// snapshots API, served by the node daemon on a Unix socket, so that ctr,
+// nerdctl, crictl and the kubelet pull and run as before.
+//
+// # Two paths
+//
+// Plain: snapshots are those of containerd's own overlayfs snapshotter, which
+// this package wraps. Everything goes this way that is no layer of an image, or
+// of an image that cannot be had as a bundle: containerd fetches and unpacks.
+//
+// Lazy: when containerd prepares the first layer of an image that can be had as
+// a bundle, the node pulls it until its rootfs is mounted, and every layer is
+// answered with ErrAlreadyExists: containerd fetches none. The committed
+// snapshot of the last layer is the rootfs. Those of the layers below it are
+// virtual: they are names, nothing else.
+//
+// A snapshot on a rootfs is an overlay with the EROFS mount as its lowest
+// directory. What containerd's snapshotter would put below it is left out.
+//
+// A virtual snapshot can become the parent of something else: a container of an
+// image that is a prefix of another, or the layers of an image that shares a
+// prefix with it and goes the plain way. Then it is materialised: its layer, and
+// those below it, are fetched from the registry and unpacked into it, as
+// containerd would have done.
+//
+// # What is on the disk
+//
+//	<dir>/metadata.db          containerd's store of snapshots
+//	<dir>/snapshots/ID/fs      what a snapshot holds; empty in the lazy ones
+//	<dir>/snapshots/ID/lazy    the record (type record) of a rootfs or a virtual
+//	                           snapshot, or of one that was virtual
+//	<dir>/images/HASH          the name of an image that was pulled for
+//	                           containerd, and goes when its rootfs snapshot does
+//
+// # What containerd must say
+//
+// The labels of an image's layers, which containerd passes when it is configured
+// to (deploy/containerd): the image's reference, the digest of its manifest, and
+// the chain ID of each layer. The chain ID decides: a snapshot stands for the
+// layers that it names, whatever the other labels say.
+package snapshotter
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"maps"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/containerd/containerd/v2/core/mount"
+	"github.com/containerd/containerd/v2/core/snapshots"
+	"github.com/containerd/containerd/v2/core/snapshots/storage"
+	"github.com/containerd/containerd/v2/plugins/snapshots/overlay"
+	"github.com/opencontainers/go-digest"
+
+	"hydrofoil.dev/foil/internal/worker/node"
+)
+
+// Node is what a Snapshotter needs of the daemon; *node.Node is one.
+type Node interface {
+	// Has reports whether an image is here, or on its way.
+	Has(name string) bool
+	// Hold brings an image here until its rootfs is mounted, and keeps it until
+	// Release is called as often.
+	Hold(ctx context.Context, name string) (*node.Held, error)
+	Release(chain digest.Digest)
+	RemoveImage(ctx context.Context, name string) error
+	// RootfsUsage is what a rootfs takes on the disk, in bytes and files.
+	RootfsUsage(chain digest.Digest) (size, inodes int64, err error)
+	// Serves asks an image's server whether it sends bundles.
+	Serves(ctx context.Context, name string) (bool, error)
+	// OpenBlob reads a blob of an image from its registry, not verified.
+	OpenBlob(ctx context.Context, name string, blob digest.Digest) (io.ReadCloser, error)
+}
+
+var _ Node = (*node.Node)(nil)
+
+// Options configure a Snapshotter. Dir is required.
+type Options struct {
+	// Dir is where snapshots are kept. Containers write there.
+	Dir string
+	// Node pulls and mounts images; without one every image goes the plain way.
+	Node Node
+	// HeaderTimeout is how long containerd is made to wait for an image's header
+	// before the image goes the plain way; 30 s when 0. A server may have to
+	// ingest the image first.
+	HeaderTimeout time.Duration
+	Logger        *slog.Logger
+}
+
+// Labels of snapshots that came from an image, for people: `ctr snapshots info`
+// shows them. Nothing relies on them.
+const (
+	// LabelPath is how the image came: PathLazy or PathPlain.
+	LabelPath = "hydrofoil.dev/path"
+	// LabelReason says why it came the plain way.
+	LabelReason = "hydrofoil.dev/reason"
+	// LabelImage is the name by which the node knows the image.
+	LabelImage = "hydrofoil.dev/image"
+	// LabelRole of a lazy snapshot is rootfs or layer.
+	LabelRole = "hydrofoil.dev/role"
+
+	PathLazy  = "lazy"
+	PathPlain = "plain"
+)
+
+// Snapshotter implements containerd's snapshots.Snapshotter and Cleaner.
+type Snapshotter struct {
+	plain snapshots.Snapshotter // containerd's own, on the same metadata
+	meta  *storage.MetaStore
+	opts  Options
+	log   *slog.Logger
+
+	// materialise is held while virtual snapshots are unpacked.
+	materialise sync.Mutex
+
+	// mu guards what follows, and is held while a lazy snapshot is made or
+	// removed, so that there is one for a layer and its parent.
+	mu      sync.Mutex
+	records map[string]*record // by snapshot ID
+	pulls   map[string]*pulled // by the image's name, while containerd pulls it
+	refused map[string]refusal // images that lately could not be had, by name
+	closed  bool
+}
+
+var (
+	_ snapshots.Snapshotter = (*Snapshotter)(nil)
+	_ snapshots.Cleaner     = (*Snapshotter)(nil)
+)
+
+// Open opens the snapshots in a directory, and takes hold again of the rootfs
+// that they use. One that cannot be had harms only itself: it is tried again
+// when it is needed.
+func Open(ctx context.Context, opts Options) (_ *Snapshotter, err error) {
+	if opts.Dir, err = filepath.Abs(opts.Dir); err != nil {
+		return nil, err
+	}
+	if strings.ContainsAny(opts.Dir, ":,\\") {
+		return nil, fmt.Errorf("snapshotter directory %s: the options of overlayfs cannot hold a path with ':', ',' or '\\': choose another --root", opts.Dir)
+	}
+	if opts.Logger == nil {
+		opts.Logger = slog.New(slog.DiscardHandler)
+	}
+	if opts.HeaderTimeout == 0 {
+		opts.HeaderTimeout = 30 * time.Second
+	}
+	for _, d := range []string{opts.Dir, filepath.Join(opts.Dir, "images")} {
+		if err := os.MkdirAll(d, 0o700); err != nil {
+			return nil, err
+		}
+	}
+	s := &Snapshotter{opts: opts, log: opts.Logger, records: make(map[string]*record), pulls: make(map[string]*pulled), refused: make(map[string]refusal)}
+	if s.meta, err = storage.NewMetaStore(filepath.Join(opts.Dir, "metadata.db")); err != nil {
+		return nil, err
+	}
+	// Id-mapped mounts are made when a client asks for them by label, and then
+	// containerd has found that the kernel can.
+	if s.plain, err = overlay.NewSnapshotter(opts.Dir, overlay.WithMetaStore(s.meta), overlay.WithRemapIDs); err != nil {
+		return nil, errors.Join(err, s.meta.Close())
+	}
+	if err := s.load(ctx); err != nil {
+		return nil, errors.Join(err, s.meta.Close())
+	}
+	return s, nil
+}
+
+// Close ends the snapshotter's holds. Mounts stay.
+func (s *Snapshotter) Close() error {
+	s.mu.Lock()
+	if s.closed {
+		s.mu.Unlock()
+		return nil
+	}
+	s.closed = true
+	for _, r := range s.records {
+		s.letGo(r)
+	}
+	for name, p := range s.pulls {
+		p.timer.Stop()
+		s.opts.Node.Release(p.held.ChainID)
+		delete(s.pulls, name)
+	}
+	s.mu.Unlock()
+	return s.plain.Close()
+}
+
+// Stat returns what is known of a snapshot.
+func (s *Snapshotter) Stat(ctx context.Context, key string) (snapshots.Info, error) {
+	info, err := s.plain.Stat(ctx, key)
+	if err != nil {
+		return info, err
+	}
+	return s.labelled(info), nil
+}
+
+// Update changes labels. Those of this package cannot be changed.
+func (s *Snapshotter) Update(ctx context.Context, info snapshots.Info, fields ...string) (snapshots.Info, error) {
+	info, err := s.plain.Update(ctx, info, fields...)
+	if err != nil {
+		return info, err
+	}
+	return s.labelled(info), nil
+}
+
+// Walk calls fn for each snapshot that the filters let through.
+func (s *Snapshotter) Walk(ctx context.Context, fn snapshots.WalkFunc, filters ...string) error {
+	return s.plain.Walk(ctx, func(ctx context.Context, info snapshots.Info) error {
+		return fn(ctx, s.labelled(info))
+	}, filters...)
+}
+
+// labelled adds the labels of a lazy snapshot.
+func (s *Snapshotter) labelled(info snapshots.Info) snapshots.Info {
+	r := s.recordOf(info.Name)
+	if r == nil {
+		return info
+	}
+	labels := maps.Clone(info.Labels)
+	if labels == nil {
+		labels = make(map[string]string)
+	}
+	labels[LabelPath], labels[LabelImage], labels[LabelRole] = PathLazy, r.Image, r.Role
+	if r.Role == roleUnpacked {
+		labels[LabelPath], labels[LabelReason] = PathPlain, "it became the parent of something that is not in the image"
+	}
+	info.Labels = labels
+	return info
+}
+
+// Usage returns what a snapshot takes on the disk: of a rootfs what has arrived,
+// with what another rootfs lends counted there; of a virtual one nothing.
+func (s *Snapshotter) Usage(ctx context.Context, key string) (snapshots.Usage, error) {
+	u, err := s.plain.Usage(ctx, key)
+	if err != nil {
+		return u, err
+	}
+	r := s.recordOf(key)
+	switch {
+	case r == nil:
+	case r.Role == roleRootfs:
+		if u.Size, u.Inodes, err = s.opts.Node.RootfsUsage(r.Chain); err != nil {
+			return u, fmt.Errorf("usage of snapshot %s: %w", key, err)
+		}
+	default:
+		u.Size, u.Inodes = r.Size, r.Inodes
+	}
+	return u, nil
+}
+
+// Prepare makes a snapshot that can be written to. For a layer of an image that
+// can be had as a bundle it returns ErrAlreadyExists: the layer's snapshot is
+// there, committed.
+func (s *Snapshotter) Prepare(ctx context.Context, key, parent string, opts ...snapshots.Opt) ([]mount.Mount, error) {
+	opts, info, err := asked(opts)
+	if err != nil {
+		return nil, err
+	}
+	if target := info.Labels[snapshots.LabelSnapshotRef]; target != "" {
+		why, err := s.skip(ctx, key, target, parent, info.Labels)
+		if err != nil {
+			return nil, err
+		}
+		opts = append(opts, snapshots.WithLabels(map[string]string{LabelPath: PathPlain, LabelReason: why}))
+	}
+	return s.create(ctx, s.plain.Prepare, key, parent, opts)
+}
+
+// View makes a snapshot that can be read only.
+func (s *Snapshotter) View(ctx context.Context, key, parent string, opts ...snapshots.Opt) ([]mount.Mount, error) {
+	opts, _, err := asked(opts)
+	if err != nil {
+		return nil, err
+	}
+	return s.create(ctx, s.plain.View, key, parent, opts)
+}
+
+type createFunc func(ctx context.Context, key, parent string, opts ...snapshots.Opt) ([]mount.Mount, error)
+
+func (s *Snapshotter) create(ctx context.Context, create createFunc, key, parent string, opts []snapshots.Opt) ([]mount.Mount, error) {
+	if err := s.ready(ctx, parent); err != nil {
+		return nil, fmt.Errorf("prepare snapshot %s: %w", key, err)
+	}
+	mounts, err := create(ctx, key, parent, opts...)
+	if err != nil {
+		return nil, err
+	}
+	return s.rewrite(mounts), nil
+}
+
+// Mounts returns how a snapshot is mounted.
+func (s *Snapshotter) Mounts(ctx context.Context, key string) ([]mount.Mount, error) {
+	mounts, err := s.plain.Mounts(ctx, key)
+	if err != nil {
+		return nil, err
+	}
+	if err := s.ready(ctx, key); err != nil {
+		return nil, fmt.Errorf("mounts of snapshot %s: %w", key, err)
+	}
+	return s.rewrite(mounts), nil
+}
+
+// Commit makes a snapshot one that others can be made on.
+func (s *Snapshotter) Commit(ctx context.Context, name, key string, opts ...snapshots.Opt) error {
+	opts, _, err := asked(opts)
+	if err != nil {
+		return err
+	}
+	// Labels are not inherited; these are ours.
+	if info, err := s.plain.Stat(ctx, key); err == nil && info.Labels[LabelPath] != "" {
+		opts = append(opts, snapshots.WithLabels(map[string]string{LabelPath: info.Labels[LabelPath], LabelReason: info.Labels[LabelReason]}))
+	}
+	return s.plain.Commit(ctx, name, key, opts...)
+}
+
+// Remove removes a snapshot that no other is made on, and with a rootfs's the
+// image that was pulled for it.
+func (s *Snapshotter) Remove(ctx context.Context, key string) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	r := s.named(key)
+	if err := s.plain.Remove(ctx, key); err != nil {
+		return err
+	}
+	if r != nil {
+		delete(s.records, r.ID)
+		s.letGo(r)
+		s.dropImage(ctx, r.Image)
+	}
+	return nil
+}
+
+// Cleanup removes what is left of snapshots that are gone.
+func (s *Snapshotter) Cleanup(ctx context.Context) error {
+	return s.plain.(snapshots.Cleaner).Cleanup(ctx)
+}
+
+// asked returns options without labels that are this package's to set, and what
+// they ask for.
+func asked(opts []snapshots.Opt) ([]snapshots.Opt, snapshots.Info, error) {
+	var info snapshots.Info
+	for _, o := range opts {
+		if err := o(&info); err != nil {
+			return nil, info, err
+		}
+	}
+	maps.DeleteFunc(info.Labels, func(k, _ string) bool { return strings.HasPrefix(k, "hydrofoil.dev/") })
+	want := info
+	return []snapshots.Opt{func(i *snapshots.Info) error {
+		if want.Labels != nil {
+			i.Labels = maps.Clone(want.Labels)
+		}
+		if want.Parent != "" {
+			i.Parent = want.Parent
+		}
+		return nil
+	}}, info, nil
+}
