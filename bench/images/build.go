@@ -242,7 +242,7 @@ func (b *Builder) base(ctx context.Context, snapshot Snapshot, chain []Base) (st
 		name := base.Name + " of " + snapshot.Name
 		dir := filepath.Join(b.Cache, fmt.Sprintf("base-%s-%s-%s", base.Name, snapshot.Name, key(snapshot, chain[:i+1])))
 		if base.From == "" {
-			layer, err := b.layer(dir, 0, false, snapshot.Created, func(tree string) (string, error) {
+			layer, err := b.layer(filepath.Join(dir, "0"), false, snapshot.Created, func(tree string) (string, error) {
 				b.log("base %s: bootstrapping %s (%s)", name, snapshot.Suite, strings.Join(snapshot.Pockets, ", "))
 				by := fmt.Sprintf("bootstrap %s (%s)", snapshot.Suite, strings.Join(snapshot.Pockets, ", "))
 				return by, fill(ctx, snapshot, base.Slim, tree)
@@ -252,20 +252,21 @@ func (b *Builder) base(ctx context.Context, snapshot Snapshot, chain []Base) (st
 			}
 			stack = append(stack, layer)
 		}
-		if stack, err = b.layers(ctx, dir, "base "+name, snapshot, stack, base.Layers); err != nil {
+		place := func(i int) string { return filepath.Join(dir, fmt.Sprint(i)) }
+		if stack, err = b.layers(ctx, place, "base "+name, snapshot, stack, base.Layers); err != nil {
 			return nil, err
 		}
 	}
 	return stack, nil
 }
 
-// layers adds layers to a stack. They are made in dir, and found there when an
-// earlier run has made them.
-func (b *Builder) layers(ctx context.Context, dir, name string, snapshot Snapshot, stack []made, layers []Layer) ([]made, error) {
+// layers adds layers to a stack. The i-th is made at place(i), and found there when
+// an earlier run has made it.
+func (b *Builder) layers(ctx context.Context, place func(i int) string, name string, snapshot Snapshot, stack []made, layers []Layer) ([]made, error) {
 	for i, layer := range layers {
-		made, err := b.layer(dir, i, true, snapshot.Created, func(tree string) (string, error) {
+		made, err := b.layer(place(i), true, snapshot.Created, func(tree string) (string, error) {
 			b.log("%s: layer %d of %d: %s", name, i+1, len(layers), layer.summary())
-			s := step{layer: layer, upper: tree, work: filepath.Join(dir, "step"),
+			s := step{layer: layer, upper: tree, work: tree + ".step",
 				fetched: filepath.Join(b.Cache, "downloads"), created: snapshot.Created}
 			for _, lower := range stack {
 				s.lowers = append(s.lowers, lower.Tree)
@@ -308,16 +309,15 @@ func (l Layer) summary() string {
 	return line
 }
 
-// layer makes the i-th layer in dir: fill makes its tree, at a path that does not
-// exist yet, and says how; overlay is as in writeLayer. Its JSON file is written
-// last: without it there is no layer.
-func (b *Builder) layer(dir string, i int, overlay bool, created time.Time, fill func(tree string) (by string, err error)) (made, error) {
-	path := filepath.Join(dir, fmt.Sprint(i))
+// layer makes a layer: its tree at path, by fill, which finds nothing there and says
+// how it was made; its blob and its JSON file beside it. The latter is written last:
+// without it there is no layer. overlay is as in writeLayer.
+func (b *Builder) layer(path string, overlay bool, created time.Time, fill func(tree string) (by string, err error)) (made, error) {
 	m := made{Tree: path, Blob: path + ".tar.gz"}
 	if exists(path + ".json") {
 		return m, readJSON(path+".json", &m)
 	}
-	if err := errors.Join(os.RemoveAll(m.Tree), os.MkdirAll(dir, 0o755)); err != nil {
+	if err := errors.Join(os.RemoveAll(m.Tree), os.MkdirAll(filepath.Dir(path), 0o755)); err != nil {
 		return m, fmt.Errorf("images: %w", err)
 	}
 	by, err := fill(m.Tree)
@@ -346,21 +346,13 @@ func (b *Builder) buildImage(ctx context.Context, c Catalogue, image Image, dir 
 	if err != nil {
 		return err
 	}
-	// Layers that are done stay for the next try when this one fails. Those of
-	// an older declaration are of no use any more.
-	work := b.layout(c, image) + ".work"
-	stale, err := filepath.Glob(filepath.Join(b.Cache, image.Name+"-"+image.Tag+"-*.work"))
-	if err != nil {
-		return fmt.Errorf("images: %w", err)
+	// Layers that are done stay for the next try when this one fails, and are
+	// still good for it when only later ones are declared otherwise then.
+	work := filepath.Join(b.Cache, image.Name+"-"+image.Tag+".work")
+	place := func(i int) string {
+		return filepath.Join(work, fmt.Sprintf("%d-%s", i+1, key(snapshot, chain, image.Layers[:i+1])))
 	}
-	for _, path := range stale {
-		if path != work {
-			if err := os.RemoveAll(path); err != nil {
-				return fmt.Errorf("images: %w", err)
-			}
-		}
-	}
-	if stack, err = b.layers(ctx, work, image.Ref(), snapshot, stack, image.Layers); err != nil {
+	if stack, err = b.layers(ctx, place, image.Ref(), snapshot, stack, image.Layers); err != nil {
 		return err
 	}
 	out, err := newLayout(dir)

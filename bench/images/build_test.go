@@ -163,7 +163,8 @@ func TestBuildGoesOn(t *testing.T) {
 	}
 	// The file is what the first try lacks.
 	gate := filepath.Join(dir, "downloads", "gate")
-	c, err := Parse([]byte(steps("[[image.layer]]\nrun=\"echo a >/a\"\n[[image.layer]]\nrun=\"cat /a; echo no gate here; cat /run/build/cache/gate\"\n")))
+	const firstLayer = "[[image.layer]]\nrun=\"echo a >/a\"\n"
+	c, err := Parse([]byte(steps(firstLayer + "[[image.layer]]\nrun=\"cat /a; echo no gate here; cat /run/build/cache/gate\"\n")))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -181,6 +182,20 @@ func TestBuildGoesOn(t *testing.T) {
 	}
 	if all := strings.Join(logged, "\n"); strings.Contains(all, "layer 1") || !strings.Contains(all, "layer 2") {
 		t.Errorf("the second try did:\n%s", all)
+	}
+	// The first layer is still good when only the second is declared anew.
+	for i, second := range []string{"false", "true"} {
+		c, err := Parse([]byte(steps(firstLayer + "[[image.layer]]\nrun=\"" + second + "\"\n")))
+		if err != nil {
+			t.Fatal(err)
+		}
+		logged = nil
+		if _, err := b.Build(t.Context(), c, "i:1"); (err == nil) != (second == "true") {
+			t.Fatalf("layer 2 is %s: %v", second, err)
+		}
+		if all := strings.Join(logged, "\n"); strings.Contains(all, "layer 1") != (i == 0) {
+			t.Errorf("layer 2 is %s: did\n%s", second, all)
+		}
 	}
 	if left, err := filepath.Glob(filepath.Join(dir, "*.work")); err != nil || len(left) > 0 {
 		t.Errorf("left behind: %q, %v", left, err)

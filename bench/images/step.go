@@ -263,7 +263,11 @@ func output(cmd *exec.Cmd) ([]byte, error) {
 	return stdout.Bytes(), nil
 }
 
+// lastLines are the last n lines of what a terminal would show of text.
 func lastLines(text string, n int) string {
 	lines := strings.Split(text, "\n")
+	for i, line := range lines {
+		lines[i] = line[strings.LastIndex(line, "\r")+1:]
+	}
 	return strings.Join(lines[max(0, len(lines)-n):], "\n")
 }
