@@ -161,7 +161,7 @@ func (c *containerd) names(t testing.TB) []string {
 // are, from containerd's own unpacker.
 const sums = "cd /data && for f in *; do sha256sum $f; done; cat /version"
 
-func wantSums(t testing.TB, img image) string {
+func wantData(t testing.TB, img image) string {
 	t.Helper()
 	dir := unpack(t, img)
 	cmd := exec.Command("/bin/sh", "-c", "cd "+dir+"/data && for f in *; do sha256sum $f; done; cat ../version")
@@ -216,7 +216,7 @@ func TestContainerdRunsAnImageThatIsOnItsWay(t *testing.T) {
 		}
 	}
 	slow.setRate(0)
-	if got, want := c.run(t, ref, "one", sums), wantSums(t, img); got != want {
+	if got, want := c.run(t, ref, "one", sums), wantData(t, img); got != want {
 		t.Errorf("a container on the image that was on its way read\n%s\nwant\n%s", got, want)
 	}
 	names := c.names(t)
@@ -233,14 +233,14 @@ func TestContainerdRunsAnImageThatIsOnItsWay(t *testing.T) {
 	c.ctr(t, "run", "--detach", "--snapshotter", "hydrofoil", ref, "long", "/bin/sh", "-c", "sleep 1000")
 	w.kill()
 	w2 := startWorker(t, w.root)
-	if got := c.ctr(t, "task", "exec", "--exec-id", "x", "long", "/bin/sh", "-c", sums); got != wantSums(t, img) {
+	if got := c.ctr(t, "task", "exec", "--exec-id", "x", "long", "/bin/sh", "-c", sums); got != wantData(t, img) {
 		t.Errorf("after the daemon was killed a container read\n%s", got)
 	}
 	eventually(t, "containerd reaches the new daemon", func() error {
 		_, err := c.tryCtr("snapshots", "--snapshotter", "hydrofoil", "ls")
 		return err
 	})
-	if got := c.run(t, ref, "two", sums); got != wantSums(t, img) {
+	if got := c.run(t, ref, "two", sums); got != wantData(t, img) {
 		t.Errorf("a container of the new daemon read\n%s", got)
 	}
 
@@ -289,7 +289,7 @@ func TestContainerdUnpacksWhatIsNoBundle(t *testing.T) {
 	c := startContainerd(t, w)
 	ref = plainRegistry(t, s) + ref[strings.IndexByte(ref, '/'):]
 	c.pull(t, ref)
-	if got, want := c.run(t, ref, "one", sums), wantSums(t, img); got != want {
+	if got, want := c.run(t, ref, "one", sums), wantData(t, img); got != want {
 		t.Errorf("a container read\n%s\nwant\n%s", got, want)
 	}
 	for _, n := range c.names(t) {
@@ -320,7 +320,7 @@ func TestContainerdRunsAPrefixOfALazyImage(t *testing.T) {
 	c := startContainerd(t, w)
 	c.pull(t, refUpper)
 	c.pull(t, refWhole)
-	if got, want := c.run(t, refWhole, "whole", sums), wantSums(t, whole); got != want {
+	if got, want := c.run(t, refWhole, "whole", sums), wantData(t, whole); got != want {
 		t.Errorf("a container of the prefix read\n%s\nwant\n%s", got, want)
 	}
 	if got := c.run(t, refUpper, "upper", "ls /version; ls /data | wc -l"); got != "21\n" {
@@ -328,7 +328,7 @@ func TestContainerdRunsAPrefixOfALazyImage(t *testing.T) {
 	}
 	// The same layers below one that comes the plain way.
 	c.pull(t, refOther)
-	if got, want := c.run(t, refOther, "other", sums), wantSums(t, other); got != want {
+	if got, want := c.run(t, refOther, "other", sums), wantData(t, other); got != want {
 		t.Errorf("a container of a plain image on layers that came lazily read\n%s\nwant\n%s", got, want)
 	}
 	if diff := differs(t, upper, w.mountOf(w.imageRefs()[0])); diff != "" {
