@@ -234,13 +234,15 @@ func (w *containerdWorker) Check(ctx context.Context, im Image) error {
 	return nil
 }
 
-// Mounted calls fn with the path of an image's file tree, mounted for reading.
+// Mounted calls fn with the path of an image's file tree, mounted as a container
+// has it.
 func (w *containerdWorker) Mounted(ctx context.Context, ref string, fn func(tree string) error) (err error) {
-	tree := filepath.Join(w.dir, "tree")
+	w.runs++
+	tree := filepath.Join(w.dir, fmt.Sprintf("tree-%d", w.runs))
 	if err := os.MkdirAll(tree, 0o755); err != nil {
 		return fmt.Errorf("bench: %w", err)
 	}
-	if _, err := w.ctr(ctx, "images", "mount", "--snapshotter", w.snapshotter, ref, tree); err != nil {
+	if _, err := w.ctr(ctx, "images", "mount", "--rw", "--snapshotter", w.snapshotter, ref, tree); err != nil {
 		return err
 	}
 	defer func() {

@@ -259,6 +259,19 @@ func residentPages(path string, size int64) ([]byte, error) {
 	return pages, nil
 }
 
+// Resident says how many of a file's pages are in the page cache.
+func Resident(path string) (resident, pages int, err error) {
+	info, err := os.Stat(path)
+	if err != nil {
+		return 0, 0, err
+	}
+	vec, err := residentPages(path, info.Size())
+	for _, page := range vec {
+		resident += int(page & 1)
+	}
+	return resident, len(vec), err
+}
+
 type counter int64
 
 func (c *counter) Write(b []byte) (int, error) {

@@ -55,6 +55,7 @@ type foilWorker struct {
 	daemon *site.Process
 	events *events // of the last foil run
 	run    *site.Process
+	trees  int // mounted so far
 }
 
 func (w *foilWorker) Start(ctx context.Context) (err error) {
@@ -209,6 +210,24 @@ func (w *foilWorker) Check(ctx context.Context, im Image) error {
 		return fmt.Errorf("bench: the worker does not know %s", im.Ref)
 	}
 	_, err = w.site.Run(ctx, link.Edge, w.foil, "verify", "--root", w.root, im.Ref)
+	return err
+}
+
+// Mounted calls fn with the path of an image's file tree, mounted as a container
+// has it.
+func (w *foilWorker) Mounted(ctx context.Context, ref string, fn func(tree string) error) error {
+	client := api.Dial(w.root)
+	defer client.Close()
+	w.trees++
+	id := fmt.Sprintf("tree-%d", w.trees)
+	c, err := client.CreateContainer(ctx, api.ContainerRequest{ID: id, Ref: ref})
+	if err != nil {
+		return fmt.Errorf("bench: mount %s: %w", ref, err)
+	}
+	err = fn(c.Rootfs)
+	if removeErr := client.RemoveContainer(context.WithoutCancel(ctx), id); removeErr != nil {
+		err = errors.Join(err, fmt.Errorf("bench: unmount %s: %w", ref, removeErr))
+	}
 	return err
 }
 

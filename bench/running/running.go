@@ -1,0 +1,386 @@
+// Package running measures containers that run, from images that are complete:
+// what their file systems cost them, Hydrofoil's against containerd's overlayfs.
+//
+// For each, two containers' file systems of one image are mounted, as containers
+// have them (overlayfs with a writable layer of its own each), and the same code
+// works on both in turns:
+//
+//	find        read all directories
+//	stat        look up each file
+//	read        read the largest files from front to back
+//	random      read blocks of 4 KiB at random places of them
+//	mmap        touch each page of their mappings
+//	exec        run a program of the image a few times, in it
+//
+// each with the page cache dropped before (cold) and again right after (warm).
+// Shared says which part of the pages that one container has read the other
+// finds in the page cache.
+package running
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"math/rand/v2"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"text/tabwriter"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"hydrofoil.dev/foil/bench/engines"
+	"hydrofoil.dev/foil/bench/images"
+	"hydrofoil.dev/foil/bench/link"
+	"hydrofoil.dev/foil/bench/site"
+	"hydrofoil.dev/foil/bench/stats"
+)
+
+// Options say what is measured.
+type Options struct {
+	Programs engines.Programs
+	Image    string // NAME:TAG of the declared ones
+	Rounds   int
+	Cache    string // directory on a disk
+	Out      io.Writer
+	JSON     string // file for the result; "" for none
+	Log      func(line string)
+}
+
+// Result is what was measured.
+type Result struct {
+	Image  string  `json:"image"`
+	Files  int     `json:"files"`
+	Bytes  int64   `json:"bytes"` // of the largest files, that read, random and mmap work on
+	Rows   []Row   `json:"rows"`
+	Shared []Share `json:"shared"`
+}
+
+// Row is one operation: medians in seconds, by engine, and the median of the
+// rounds' ratios with its interval.
+type Row struct {
+	What      string         `json:"what"`
+	Cache     string         `json:"cache"` // cold or warm
+	Hydrofoil float64        `json:"hydrofoil_seconds"`
+	Overlayfs float64        `json:"overlayfs_seconds"`
+	Ratio     float64        `json:"ratio"`
+	Interval  stats.Interval `json:"interval"`
+}
+
+// Share is how much of what one container has read another one has in memory.
+type Share struct {
+	Engine string  `json:"engine"`
+	Part   float64 `json:"part"` // of the pages
+}
+
+// How many bytes of the largest files are enough.
+const enough = 128 << 20
+
+// Run measures. It must run inside site.Confine.
+func Run(ctx context.Context, o Options) (err error) {
+	if err := site.Furnish(); err != nil {
+		return err
+	}
+	for _, path := range []*string{&o.Cache, &o.Programs.Foil} {
+		if *path, err = filepath.Abs(*path); err != nil {
+			return fmt.Errorf("bench: %w", err)
+		}
+	}
+	catalogue, err := images.Declared()
+	if err != nil {
+		return err
+	}
+	builder := images.Builder{Cache: filepath.Join(o.Cache, "images"), Log: o.Log}
+	built, err := builder.Build(ctx, catalogue, o.Image)
+	if err != nil {
+		return err
+	}
+	ready, err := site.ParseReadiness(built.Probe, false)
+	if err != nil {
+		return err
+	}
+	im := engines.Image{Name: o.Image, Ref: engines.RegistryAddr + "/" + o.Image, Built: built, Ready: ready, Command: built.Args}
+	dir, err := site.Scratch(o.Cache, "running-")
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, site.RemoveTree(dir)) }()
+	l, err := link.New(context.WithoutCancel(ctx), link.Options{})
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, l.Close()) }()
+	s := &site.Site{Dir: dir, Link: l}
+	server, err := engines.Serve(ctx, s, o.Programs.Foil, filepath.Join(dir, "serve"))
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, server.Stop(syscall.SIGTERM)) }()
+	if err := engines.Push(ctx, s, im); err != nil {
+		return err
+	}
+	contestants := []engines.Engine{&engines.Hydrofoil{}, &engines.Containerd{Snapshotter: "overlayfs"}}
+	return mountAll(ctx, s, o, im, contestants, nil)
+}
+
+// mountAll provisions an image with each engine, mounts it twice, and when all
+// are mounted measures.
+func mountAll(ctx context.Context, s *site.Site, o Options, im engines.Image, left []engines.Engine, trees [][2]string) (err error) {
+	if len(left) == 0 {
+		return measure(ctx, o, im, trees)
+	}
+	w := left[0].Worker(s, o.Programs, filepath.Join(s.Dir, left[0].Name()))
+	if err := w.Start(ctx); err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, w.Stop()) }()
+	if err := provision(ctx, s, w, im); err != nil {
+		return fmt.Errorf("%s: %w", left[0].Name(), err)
+	}
+	mounter := w.(engines.Mounter)
+	return mounter.Mounted(ctx, im.Ref, func(first string) error {
+		return mounter.Mounted(ctx, im.Ref, func(second string) error {
+			return mountAll(ctx, s, o, im, left[1:], append(trees, [2]string{first, second}))
+		})
+	})
+}
+
+// provision gets an image onto a worker, complete.
+func provision(ctx context.Context, s *site.Site, w engines.Worker, im engines.Image) (err error) {
+	t := engines.Begin(s, w.Processes())
+	defer t.End()
+	c, err := w.Provision(ctx, im, t)
+	defer func() { err = errors.Join(err, c.Stop()) }()
+	if err != nil {
+		return err
+	}
+	if err := im.Ready.Wait(ctx, s.Link, c.Process); err != nil {
+		return err
+	}
+	return w.Complete(ctx, im, t)
+}
+
+// operation is what is timed, on a tree.
+type operation struct {
+	name string
+	do   func(tree string, in inventory) error
+}
+
+// inventory is what is in a tree.
+type inventory struct {
+	files   []string // all, as paths in the tree
+	largest []string
+	bytes   int64 // of the largest
+	program string
+}
+
+var operations = []operation{
+	{"find", func(tree string, _ inventory) error {
+		return filepath.WalkDir(tree, func(_ string, _ fs.DirEntry, err error) error { return err })
+	}},
+	{"stat", func(tree string, in inventory) error {
+		for _, path := range in.files {
+			var st unix.Stat_t
+			if err := unix.Lstat(filepath.Join(tree, path), &st); err != nil {
+				return err
+			}
+		}
+		return nil
+	}},
+	{"read", func(tree string, in inventory) error {
+		buffer := make([]byte, 128<<10)
+		return each(tree, in, func(f *os.File, _ int64) error {
+			_, err := io.CopyBuffer(struct{ io.Writer }{io.Discard}, struct{ io.Reader }{f}, buffer)
+			return err
+		})
+	}},
+	{"random", func(tree string, in inventory) error {
+		dice := rand.New(rand.NewPCG(1, 2))
+		block := make([]byte, 4096)
+		return each(tree, in, func(f *os.File, size int64) error {
+			for range min(size/4096, 500) {
+				if _, err := f.ReadAt(block, dice.Int64N(size/4096)*4096); err != nil {
+					return err
+				}
+			}
+			return nil
+		})
+	}},
+	{"mmap", func(tree string, in inventory) error {
+		var sum byte
+		err := each(tree, in, func(f *os.File, size int64) error {
+			mapped, err := unix.Mmap(int(f.Fd()), 0, int(size), unix.PROT_READ, unix.MAP_PRIVATE)
+			if err != nil {
+				return err
+			}
+			for i := 0; i < len(mapped); i += 4096 {
+				sum += mapped[i]
+			}
+			return unix.Munmap(mapped)
+		})
+		_ = sum
+		return err
+	}},
+	{"exec", func(tree string, in inventory) error {
+		for range 20 {
+			cmd := exec.Command(in.program)
+			cmd.SysProcAttr = &syscall.SysProcAttr{Chroot: tree}
+			cmd.Dir = "/"
+			if err := cmd.Run(); err != nil {
+				return err
+			}
+		}
+		return nil
+	}},
+}
+
+func each(tree string, in inventory, do func(f *os.File, size int64) error) error {
+	for _, path := range in.largest {
+		f, err := os.Open(filepath.Join(tree, path))
+		if err != nil {
+			return err
+		}
+		info, err := f.Stat()
+		if err == nil {
+			err = do(f, info.Size())
+		}
+		if err := errors.Join(err, f.Close()); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// look lists a tree.
+func look(tree string) (in inventory, err error) {
+	type file struct {
+		path string
+		size int64
+	}
+	var regular []file
+	err = filepath.WalkDir(tree, func(path string, entry fs.DirEntry, err error) error {
+		if err != nil {
+			return err
+		}
+		name := strings.TrimPrefix(path, tree)
+		in.files = append(in.files, name)
+		if entry.Type().IsRegular() {
+			info, err := entry.Info()
+			if err != nil {
+				return err
+			}
+			regular = append(regular, file{name, info.Size()})
+		}
+		return nil
+	})
+	if err != nil {
+		return in, fmt.Errorf("bench: list %s: %w", tree, err)
+	}
+	slices.SortStableFunc(regular, func(a, b file) int { return int(b.size - a.size) })
+	for _, f := range regular {
+		if in.bytes >= enough || f.size < 4096 {
+			break
+		}
+		in.largest, in.bytes = append(in.largest, f.path), in.bytes+f.size
+	}
+	for _, program := range []string{"/usr/bin/true", "/bin/true"} {
+		if slices.Contains(in.files, program) {
+			in.program = program
+		}
+	}
+	if in.program == "" || len(in.largest) == 0 {
+		return in, fmt.Errorf("bench: %s holds no /bin/true, or nothing that is worth reading", tree)
+	}
+	return in, nil
+}
+
+func measure(ctx context.Context, o Options, im engines.Image, trees [][2]string) error {
+	in, err := look(trees[0][0])
+	if err != nil {
+		return err
+	}
+	result := Result{Image: im.Name, Files: len(in.files), Bytes: in.bytes}
+	for _, op := range operations {
+		// By cache (cold, warm), then tree.
+		var times [2][2][]float64
+		for round := range o.Rounds {
+			for i := range trees {
+				i = (i + round) % len(trees)
+				if err := site.DropCaches(); err != nil {
+					return err
+				}
+				for cache := range 2 {
+					if ctx.Err() != nil {
+						return context.Cause(ctx)
+					}
+					began := time.Now()
+					if err := op.do(trees[i][0], in); err != nil {
+						return fmt.Errorf("bench: %s in %s: %w", op.name, trees[i][0], err)
+					}
+					times[cache][i] = append(times[cache][i], time.Since(began).Seconds())
+				}
+			}
+		}
+		for cache, name := range []string{"cold", "warm"} {
+			row := Row{What: op.name, Cache: name, Hydrofoil: stats.Median(times[cache][0]), Overlayfs: stats.Median(times[cache][1])}
+			var ratios []float64
+			for i, t := range times[cache][0] {
+				ratios = append(ratios, t/times[cache][1][i])
+			}
+			row.Ratio, row.Interval = stats.Median(ratios), stats.Bootstrap(ratios, stats.Median)
+			result.Rows = append(result.Rows, row)
+		}
+		if o.Log != nil {
+			o.Log("measured " + op.name)
+		}
+	}
+	for i, name := range []string{"hydrofoil", "overlayfs"} {
+		if err := site.DropCaches(); err != nil {
+			return err
+		}
+		if err := operations[2].do(trees[i][0], in); err != nil {
+			return fmt.Errorf("bench: read in %s: %w", trees[i][0], err)
+		}
+		resident, pages := 0, 0
+		for _, path := range in.largest {
+			here, all, err := engines.Resident(filepath.Join(trees[i][1], path))
+			if err != nil {
+				return fmt.Errorf("bench: %w", err)
+			}
+			resident, pages = resident+here, pages+all
+		}
+		result.Shared = append(result.Shared, Share{name, float64(resident) / float64(pages)})
+	}
+	if o.JSON != "" {
+		text, err := json.MarshalIndent(result, "", "\t")
+		if err != nil {
+			return fmt.Errorf("bench: %w", err)
+		}
+		if err := os.WriteFile(o.JSON, append(text, '\n'), 0o644); err != nil {
+			return fmt.Errorf("bench: %w", err)
+		}
+	}
+	return result.Write(o.Out)
+}
+
+// Write writes a result as a table.
+func (r Result) Write(w io.Writer) error {
+	t := tabwriter.NewWriter(w, 0, 4, 2, ' ', 0)
+	fmt.Fprintf(t, "\nA container of %s that runs: %d files; %.0f MB of the largest ones are read\n\n", r.Image, r.Files, float64(r.Bytes)/1e6)
+	fmt.Fprintln(t, "operation\tcache\tHydrofoil\toverlayfs\tratio\t95% interval")
+	for _, row := range r.Rows {
+		fmt.Fprintf(t, "%s\t%s\t%.1f ms\t%.1f ms\t%.2f\t%.2f to %.2f\n", row.What, row.Cache, 1e3*row.Hydrofoil, 1e3*row.Overlayfs, row.Ratio, row.Interval.Low, row.Interval.High)
+	}
+	for _, s := range r.Shared {
+		fmt.Fprintf(t, "\n%s: of what one container has read, another one finds %.0f%% in memory", s.Engine, 100*s.Part)
+	}
+	fmt.Fprintln(t)
+	return t.Flush()
+}
