@@ -1,0 +1,496 @@
+package snapshotter
+
+import (
+	"archive/tar"
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/containerd/containerd/v2/core/mount"
+	"github.com/containerd/containerd/v2/core/snapshots"
+	"github.com/containerd/containerd/v2/pkg/snapshotters"
+	"github.com/containerd/errdefs"
+	"github.com/google/go-cmp/cmp"
+	"github.com/opencontainers/go-digest"
+	"github.com/opencontainers/image-spec/identity"
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+
+	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/node"
+)
+
+// fakeNode has the images that a test gives it. Its rootfs are directories.
+type fakeNode struct {
+	offered map[string]*node.Held // what can be pulled
+	blobs   map[digest.Digest][]byte
+
+	here    map[string]bool
+	holds   map[digest.Digest]int
+	asked   []string // names of Hold
+	fetched int      // blobs
+}
+
+func (f *fakeNode) Has(name string) bool { return f.here[name] }
+
+func (f *fakeNode) Hold(_ context.Context, name string) (*node.Held, error) {
+	f.asked = append(f.asked, name)
+	h := f.offered[name]
+	if h == nil {
+		return nil, &api.Error{Code: api.CodeUnavailable, Message: "the server is away"}
+	}
+	f.here[name] = true
+	f.holds[h.ChainID]++
+	return h, nil
+}
+
+func (f *fakeNode) Release(chain digest.Digest) {
+	if f.holds[chain]--; f.holds[chain] == 0 {
+		delete(f.holds, chain)
+	}
+}
+
+func (f *fakeNode) RemoveImage(_ context.Context, name string) error {
+	if !f.here[name] {
+		return &api.Error{Code: api.CodeNotFound, Message: "no image " + name}
+	}
+	if f.holds[f.offered[name].ChainID] > 0 {
+		return &api.Error{Code: api.CodeConflict, Message: "in use"}
+	}
+	delete(f.here, name)
+	return nil
+}
+
+func (f *fakeNode) Serves(context.Context, string) (bool, error) { return true, nil }
+
+func (f *fakeNode) RootfsUsage(digest.Digest) (size, inodes int64, err error) { return 12345, 6, nil }
+
+func (f *fakeNode) OpenBlob(_ context.Context, _ string, blob digest.Digest) (io.ReadCloser, error) {
+	f.fetched++
+	b, ok := f.blobs[blob]
+	if !ok {
+		return nil, errors.New("no such blob")
+	}
+	return io.NopCloser(bytes.NewReader(b)), nil
+}
+
+// testImage is an image of layers with one file each, and its rootfs.
+type testImage struct {
+	ref, name string
+	manifest  digest.Digest
+	layers    []ocispec.Descriptor
+	chains    []digest.Digest
+	held      *node.Held
+}
+
+func newFake() *fakeNode {
+	return &fakeNode{
+		offered: make(map[string]*node.Held),
+		blobs:   make(map[digest.Digest][]byte),
+		here:    make(map[string]bool),
+		holds:   make(map[digest.Digest]int),
+	}
+}
+
+// add makes an image of layers that hold a file each, of the given names.
+func (f *fakeNode) add(t *testing.T, files ...string) testImage {
+	t.Helper()
+	var m ocispec.Manifest
+	var c ocispec.Image
+	img := testImage{ref: "registry.example/app:1"}
+	mnt := t.TempDir()
+	for _, name := range files {
+		var b bytes.Buffer
+		w := tar.NewWriter(&b)
+		if err := errors.Join(
+			w.WriteHeader(&tar.Header{Name: name, Mode: 0o644, Size: int64(len(name)), Typeflag: tar.TypeReg}),
+			func() error { _, err := w.Write([]byte(name)); return err }(),
+			w.Close(),
+			os.WriteFile(filepath.Join(mnt, name), []byte(name), 0o644)); err != nil {
+			t.Fatal(err)
+		}
+		d := digest.FromBytes(b.Bytes())
+		f.blobs[d] = b.Bytes()
+		m.Layers = append(m.Layers, ocispec.Descriptor{MediaType: ocispec.MediaTypeImageLayer, Digest: d, Size: int64(b.Len())})
+		c.RootFS.DiffIDs = append(c.RootFS.DiffIDs, d)
+	}
+	manifest, err := json.Marshal(m)
+	if err != nil {
+		t.Fatal(err)
+	}
+	config, err := json.Marshal(c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	img.layers, img.manifest = m.Layers, digest.FromBytes(manifest)
+	img.chains = identity.ChainIDs(append([]digest.Digest(nil), c.RootFS.DiffIDs...))
+	img.name = "registry.example/app@" + img.manifest.String()
+	img.held = &node.Held{Ref: img.name, Digest: img.manifest, Manifest: manifest, Config: config, ChainID: img.chains[len(img.chains)-1], Mount: mnt}
+	f.offered[img.name] = img.held
+	return img
+}
+
+func open(t *testing.T, dir string, n Node) *Snapshotter {
+	t.Helper()
+	s, err := Open(t.Context(), Options{Dir: dir, Node: n})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := s.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return s
+}
+
+// labels are what containerd passes with layer i.
+func (img testImage) labels(i int) map[string]string {
+	return map[string]string{
+		snapshots.LabelSnapshotRef:             img.chains[i].String(),
+		snapshotters.TargetRefLabel:            img.ref,
+		snapshotters.TargetManifestDigestLabel: img.manifest.String(),
+		snapshotters.TargetLayerDigestLabel:    img.layers[i].Digest.String(),
+	}
+}
+
+// pull does what containerd does with layers from on, on a parent, while they
+// are skipped. It returns the names of the snapshots that it finds.
+func pull(t *testing.T, s *Snapshotter, img testImage, from int, parent string) (names []string) {
+	t.Helper()
+	for i := from; i < len(img.chains); i++ {
+		_, err := s.Prepare(t.Context(), fmt.Sprintf("extract-%s-%d", parent, i), parent, snapshots.WithLabels(img.labels(i)))
+		if !errdefs.IsAlreadyExists(err) {
+			t.Fatalf("prepare layer %d: %v, want already exists", i, err)
+		}
+		found := ""
+		err = s.Walk(t.Context(), func(_ context.Context, info snapshots.Info) error {
+			if info.Kind == snapshots.KindCommitted && info.Parent == parent {
+				found = info.Name
+			}
+			return nil
+		}, fmt.Sprintf("labels.%q==%s,parent==%q", snapshots.LabelSnapshotRef, img.chains[i], parent))
+		if err != nil || found == "" {
+			t.Fatalf("layer %d: no committed snapshot, %v", i, err)
+		}
+		names = append(names, found)
+		parent = found
+	}
+	return names
+}
+
+func remove(t *testing.T, s *Snapshotter, names ...string) {
+	t.Helper()
+	for _, n := range names {
+		if err := s.Remove(t.Context(), n); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+func lowerOf(t *testing.T, mounts []mount.Mount) []string {
+	t.Helper()
+	for _, o := range mounts[0].Options {
+		if l, ok := strings.CutPrefix(o, "lowerdir="); ok {
+			return strings.Split(l, ":")
+		}
+	}
+	return nil
+}
+
+func TestLazyImage(t *testing.T) {
+	f := newFake()
+	img := f.add(t, "a", "b", "c")
+	dir := t.TempDir()
+	s := open(t, dir, f)
+	names := pull(t, s, img, 0, "")
+	top := names[2]
+
+	check := func(s *Snapshotter, key string) {
+		t.Helper()
+		mounts, err := s.Prepare(t.Context(), key, top)
+		if err != nil {
+			t.Fatal(err)
+		}
+		again, err := s.Mounts(t.Context(), key)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if diff := cmp.Diff(mounts, again); diff != "" {
+			t.Errorf("Prepare and Mounts differ: %s", diff)
+		}
+		if diff := cmp.Diff([]string{img.held.Mount}, lowerOf(t, mounts)); diff != "" {
+			t.Errorf("lower directories of a container: %s", diff)
+		}
+		view, err := s.View(t.Context(), key+"-view", top)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if diff := cmp.Diff([]mount.Mount{{Type: "bind", Source: img.held.Mount, Options: []string{"ro", "rbind"}}}, view); diff != "" {
+			t.Errorf("view: %s", diff)
+		}
+	}
+	check(s, "container")
+	for i, want := range []int64{0, 0, 12345} {
+		if u, err := s.Usage(t.Context(), names[i]); err != nil || u.Size != want {
+			t.Errorf("usage of layer %d: %+v, %v; want %d bytes", i, u, err, want)
+		}
+	}
+	info, err := s.Stat(t.Context(), top)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if info.Labels[LabelPath] != PathLazy || info.Labels[LabelImage] != img.name || info.Labels[LabelRole] != roleRootfs {
+		t.Errorf("labels: %q", info.Labels)
+	}
+	// Another namespace of containerd asks for the same.
+	if diff := cmp.Diff(names, pull(t, s, img, 0, "")); diff != "" {
+		t.Errorf("the same image has other snapshots the second time: %s", diff)
+	}
+	if got := f.holds[img.held.ChainID]; got != 1 {
+		t.Errorf("%d holds, want 1", got)
+	}
+	if f.fetched != 0 {
+		t.Errorf("%d blobs were fetched", f.fetched)
+	}
+
+	// The next daemon.
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if len(f.holds) != 0 {
+		t.Errorf("holds after Close: %v", f.holds)
+	}
+	s = open(t, dir, f)
+	if got := f.holds[img.held.ChainID]; got != 1 {
+		t.Errorf("%d holds after a restart, want 1", got)
+	}
+	check(s, "another")
+
+	remove(t, s, "container", "container-view", "another", "another-view", names[2])
+	if len(f.here) != 0 || len(f.holds) != 0 {
+		t.Errorf("after its rootfs snapshot was removed: images %v, holds %v", f.here, f.holds)
+	}
+	remove(t, s, names[1], names[0])
+	if left, _ := filepath.Glob(filepath.Join(dir, "*", "*")); len(left) > 0 {
+		t.Errorf("left: %q", left)
+	}
+}
+
+func TestImageOfTheUserStays(t *testing.T) {
+	f := newFake()
+	img := f.add(t, "a")
+	f.here[img.name] = true
+	s := open(t, t.TempDir(), f)
+	remove(t, s, pull(t, s, img, 0, "")...)
+	if !f.here[img.name] {
+		t.Error("an image that somebody pulled before containerd did was removed with containerd's")
+	}
+}
+
+// A crash between the pull and the snapshot.
+func TestLeftoverImageIsRemoved(t *testing.T) {
+	f := newFake()
+	img := f.add(t, "a", "b")
+	dir := t.TempDir()
+	s := open(t, dir, f)
+	_, err := s.Prepare(t.Context(), "extract", "", snapshots.WithLabels(img.labels(0)))
+	if !errdefs.IsAlreadyExists(err) {
+		t.Fatal(err)
+	}
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if !f.here[img.name] {
+		t.Fatal("the image is gone before the test begins")
+	}
+	open(t, dir, f)
+	if f.here[img.name] {
+		t.Error("the image stays that was pulled for a snapshot which never came")
+	}
+}
+
+func TestPlainImage(t *testing.T) {
+	f := newFake()
+	img := f.add(t, "a", "b")
+	delete(f.offered, img.name)
+	s := open(t, t.TempDir(), f)
+	parent := ""
+	for i := range img.chains {
+		labels := img.labels(i)
+		labels[LabelPath] = "forged"
+		key := fmt.Sprint("extract-", i)
+		mounts, err := s.Prepare(t.Context(), key, parent, snapshots.WithLabels(labels))
+		if err != nil || len(mounts) != 1 {
+			t.Fatal(mounts, err)
+		}
+		name := img.chains[i].String()
+		if err := s.Commit(t.Context(), name, key, snapshots.WithLabels(labels)); err != nil {
+			t.Fatal(err)
+		}
+		info, err := s.Stat(t.Context(), name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if info.Labels[LabelPath] != PathPlain || !strings.Contains(info.Labels[LabelReason], "the server is away") {
+			t.Errorf("labels of layer %d: %q", i, info.Labels)
+		}
+		parent = name
+	}
+	if len(f.asked) != 1 {
+		t.Errorf("the node was asked %d times for an image that it cannot have, want once: %q", len(f.asked), f.asked)
+	}
+	if left, _ := filepath.Glob(filepath.Join(s.opts.Dir, "images", "*")); len(left) > 0 {
+		t.Errorf("left: %q", left)
+	}
+}
+
+func TestVirtualSnapshotIsUnpackedWhenNeeded(t *testing.T) {
+	f := newFake()
+	img := f.add(t, "a", "b", "c")
+	dir := t.TempDir()
+	s := open(t, dir, f)
+	names := pull(t, s, img, 0, "")
+
+	// First the registry sends something else, and nothing wrong comes of it.
+	right := f.blobs[img.layers[1].Digest]
+	f.blobs[img.layers[1].Digest] = bytes.ToUpper(right)
+	if _, err := s.Prepare(t.Context(), "container", names[1]); err == nil {
+		t.Fatal("a container was made on a layer that does not match its digest")
+	}
+	if _, err := s.Stat(t.Context(), "container"); !errdefs.IsNotFound(err) {
+		t.Errorf("stat of a snapshot that was not made: %v", err)
+	}
+	f.blobs[img.layers[1].Digest] = right
+	mounts, err := s.Prepare(t.Context(), "container", names[1])
+	if err != nil {
+		t.Fatal(err)
+	}
+	lower := lowerOf(t, mounts)
+	if len(lower) != 2 {
+		t.Fatalf("lower directories %q, want those of two layers", lower)
+	}
+	for i, want := range []string{"b", "a"} {
+		entries, err := os.ReadDir(lower[i])
+		if err != nil || len(entries) != 1 || entries[0].Name() != want {
+			t.Errorf("%s has %v, %v; want %s", lower[i], entries, err, want)
+		}
+	}
+	fetched := f.fetched
+	remove(t, s, "container")
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	s = open(t, dir, f)
+	if _, err := s.View(t.Context(), "view", names[1]); err != nil {
+		t.Fatal(err)
+	}
+	if f.fetched != fetched {
+		t.Error("layers that had been unpacked were fetched again")
+	}
+	if u, err := s.Usage(t.Context(), names[1]); err != nil || u.Size == 0 {
+		t.Errorf("usage of an unpacked layer: %+v, %v", u, err)
+	}
+	// What is above goes on as it was.
+	mounts, err = s.Prepare(t.Context(), "top", names[2])
+	if err != nil {
+		t.Fatal(err)
+	}
+	if diff := cmp.Diff([]string{img.held.Mount}, lowerOf(t, mounts)); diff != "" {
+		t.Errorf("lower directories on the rootfs: %s", diff)
+	}
+}
+
+// Another image that begins with the whole of a lazy one.
+func TestImageOnALazyOne(t *testing.T) {
+	f := newFake()
+	short, long := f.add(t, "a", "b"), f.add(t, "a", "b", "c", "d")
+	s := open(t, t.TempDir(), f)
+	names := pull(t, s, short, 0, "")
+	more := pull(t, s, long, 2, names[1])
+	mounts, err := s.Prepare(t.Context(), "container", more[0])
+	if err != nil {
+		t.Fatal(err)
+	}
+	lower := lowerOf(t, mounts)
+	if len(lower) != 2 || lower[1] != short.held.Mount {
+		t.Errorf("lower directories %q, want a layer and the rootfs %s", lower, short.held.Mount)
+	}
+	if f.fetched != 1 {
+		t.Errorf("%d layers were fetched, want only the one that is on no rootfs", f.fetched)
+	}
+}
+
+func TestUnreadableRecordHarmsOnlyItself(t *testing.T) {
+	f := newFake()
+	img := f.add(t, "a")
+	dir := t.TempDir()
+	s := open(t, dir, f)
+	names := pull(t, s, img, 0, "")
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	records, err := filepath.Glob(filepath.Join(dir, "snapshots", "*", "lazy"))
+	if err != nil || len(records) != 1 {
+		t.Fatal(records, err)
+	}
+	for _, bad := range []string{"", "{}", `{"version":99}`, "null", "[]"} {
+		if err := os.WriteFile(records[0], []byte(bad), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		s := open(t, dir, f)
+		if _, err := s.Prepare(t.Context(), "on-it", names[0]); !errdefs.IsUnavailable(err) {
+			t.Errorf("record %q: prepare a container: %v, want unavailable", bad, err)
+		}
+		if _, err := s.Prepare(t.Context(), "other", ""); err != nil {
+			t.Errorf("record %q: another snapshot: %v", bad, err)
+		}
+		remove(t, s, "other")
+		if err := s.Close(); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+func TestRootfsThatComesBack(t *testing.T) {
+	f := newFake()
+	img := f.add(t, "a")
+	dir := t.TempDir()
+	s := open(t, dir, f)
+	names := pull(t, s, img, 0, "")
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	delete(f.offered, img.name)
+	s = open(t, dir, f)
+	if _, err := s.Prepare(t.Context(), "c", names[0]); !errdefs.IsUnavailable(err) {
+		t.Errorf("a container on a rootfs that cannot be had: %v, want unavailable", err)
+	}
+	f.offered[img.name] = img.held
+	if _, err := s.Prepare(t.Context(), "c", names[0]); err != nil {
+		t.Errorf("a container on a rootfs that can be had again: %v", err)
+	}
+}
+
+func TestImageName(t *testing.T) {
+	const d = "sha256:aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"
+	for _, c := range []struct{ ref, manifest, want string }{
+		{"registry.example/app:1", d, "registry.example/app@" + d},
+		{"registry.example/app@" + d, d, "registry.example/app@" + d},
+		{"registry.example:5000/a/b", "", "registry.example:5000/a/b:latest"},
+		{"registry.example/app:1", "sha256:x", ""},
+		{"registry.example/UPPER", d, ""},
+		{"", d, ""},
+	} {
+		got, why := imageName(map[string]string{snapshotters.TargetRefLabel: c.ref, snapshotters.TargetManifestDigestLabel: c.manifest})
+		if got != c.want || (got == "") == (why == "") {
+			t.Errorf("image %q, manifest %q: %q, %q; want %q", c.ref, c.manifest, got, why, c.want)
+		}
+	}
+}
