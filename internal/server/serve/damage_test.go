@@ -151,10 +151,10 @@ func noise(seed uint64, n int) string {
 // does it, it can be pulled.
 func TestDamageIsRepaired(t *testing.T) {
 	var first layertest.Layer
-	for i := range 300 {
+	for i := range 60 {
 		first = append(first, layertest.File(fmt.Sprintf("f%d", i), 0o644, noise(uint64(i), 4000)))
 	}
-	first = append(first, layertest.File("large", 0o644, noise(1000, 3<<20)))
+	first = append(first, layertest.File("large", 0o644, noise(1000, 3<<19)))
 	m := makeImage(t, first, layertest.Layer{layertest.File("second", 0o644, noise(2000, 50_000))})
 
 	damages := map[string]func(t *testing.T, path string){
@@ -188,6 +188,9 @@ func TestDamageIsRepaired(t *testing.T) {
 	for _, kind := range []string{"packs", "entries", "tocs", "indices", "blobs", ""} { // "" is all of them
 		for name, damage := range damages {
 			for _, restart := range []bool{false, true} {
+				if restart && name != "other bytes" {
+					continue // what is in memory hides no more than that
+				}
 				t.Run(fmt.Sprintf("%s %s, restart %v", kind, name, restart), func(t *testing.T) {
 					root := t.TempDir()
 					opts := serve.Options{Root: root, Listen: "127.0.0.1:0"}
