@@ -175,8 +175,8 @@ func unique(t *testing.T) string {
 	return fmt.Sprintf("e2e-%d-%x", os.Getpid(), sha256.Sum256([]byte(t.Name())))[:20] + fmt.Sprint(time.Now().UnixNano()%1_000_000)
 }
 
-// sums prints the digest of every data file, one a line.
-const sums = "for f in /data/*; do sha256sum $f; done; echo done"
+// printSums prints the digest of every data file, one a line.
+const printSums = "for f in /data/*; do sha256sum $f; done; echo done"
 
 func wantSums(t *testing.T, img image) string {
 	t.Helper()
@@ -205,7 +205,7 @@ func TestARunningContainerOutlivesTheDaemon(t *testing.T) {
 	ref := k.via(s.push("live", "1", img))
 	w := startWorker(t, workerRoot(t))
 	id := unique(t)
-	r := w.run(t, "--rm", "--name", id, ref, "--", "/bin/sh", "-c", sums)
+	r := w.run(t, "--rm", "--name", id, ref, "--", "/bin/sh", "-c", printSums)
 	r.has(api.Started)
 	eventually(t, "the container reads", func() error {
 		if r.out.String() == "" {

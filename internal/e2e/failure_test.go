@@ -306,7 +306,9 @@ func TestCorruptOnTheWay(t *testing.T) {
 	intact(t, w, ref, img)
 }
 
-func TestCorruptHeader(t *testing.T) {
+// The server finds out that its TOCs are damaged, and makes them again from the
+// layers that were pushed.
+func TestDamagedTOCsOnTheServer(t *testing.T) {
 	s := startServer(t, t.TempDir())
 	img := manyFiles(t, 50, 1000, 7, 0)
 	ref := s.push("wrong", "1", img)
@@ -317,7 +319,6 @@ func TestCorruptHeader(t *testing.T) {
 	}
 	s.signal(syscall.SIGTERM)
 	<-s.done
-	// Damage every TOC that the server keeps.
 	damaged := 0
 	err := filepath.WalkDir(s.root, func(path string, d os.DirEntry, err error) error {
 		if err == nil && d.Type().IsRegular() && strings.Contains(path, "toc") {
@@ -335,15 +336,33 @@ func TestCorruptHeader(t *testing.T) {
 		t.Fatalf("damaged %d TOCs: %v", damaged, err)
 	}
 	startServerAt(t, s.root, s.addr)
+	intact(t, w, ref, img)
+}
+
+func TestHeaderCorruptOnTheWay(t *testing.T) {
+	s := startServer(t, t.TempDir())
+	img := manyFiles(t, 50, 1000, 7, 0)
+	k := newLink(t, s.addr, 0)
+	ref := k.via(s.push("wrong", "1", img))
+	w := startWorker(t, workerRoot(t), "--give-up", "2s")
+	k.setCorrupt(func(b []byte) {
+		// Whatever is large enough to be more than a greeting.
+		for i := 200; i < len(b); i += 100 {
+			b[i] ^= 1
+		}
+	})
 	if _, err := w.pull(ref, api.Mounted); err == nil {
-		t.Error("an image with a damaged TOC was mounted")
+		t.Error("an image with a damaged header was mounted")
 	} else {
 		t.Log(err)
 	}
 	images, err := w.client.Images(t.Context())
-	if err != nil || len(images) > 0 {
-		t.Errorf("left behind: %v, %v", images, err)
+	left, _ := filepath.Glob(filepath.Join(w.root, "rootfs", "*"))
+	if err != nil || len(images) > 0 || len(left) > 0 {
+		t.Errorf("left behind: %v, %v, %v", images, left, err)
 	}
+	k.setCorrupt(nil)
+	intact(t, w, ref, img)
 }
 
 func TestUnknownImage(t *testing.T) {
