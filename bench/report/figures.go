@@ -452,6 +452,15 @@ func (m *model) timelines(rate int64) (s section, err error) {
 			p.X.Min = 0
 			// The first engine is drawn last: lines that are as fast as the link hide
 			// each other.
+			for _, e := range m.engines {
+				if r, ok := m.middle(cell{e, image, kind, rtt, rate}); ok {
+					slowest = max(slowest, r.Marks[engines.Ready].Time.Seconds())
+					last = max(last, r.Marks[engines.Ready].Time.Seconds(), r.Marks[engines.Quiet].Time.Seconds())
+				}
+			}
+			// What comes in the background long after the slowest start would hide
+			// the starts.
+			limit := min(last, 1.6*slowest)
 			for _, e := range slices.Backward(m.engines) {
 				r, ok := m.middle(cell{e, image, kind, rtt, rate})
 				if !ok || len(r.Timeline) < 2 {
@@ -462,7 +471,9 @@ func (m *model) timelines(rate int64) (s section, err error) {
 				for _, pt := range r.Timeline {
 					if pt.Time <= end+100*time.Millisecond {
 						xys = append(xys, plotter.XY{X: pt.Time.Seconds(), Y: megabytes(pt.Down)})
-						top = max(top, megabytes(pt.Down))
+						if pt.Time.Seconds() <= limit {
+							top = max(top, megabytes(pt.Down))
+						}
 					}
 				}
 				l, err := plotter.NewLine(xys)
@@ -472,7 +483,6 @@ func (m *model) timelines(rate int64) (s section, err error) {
 				l.Color, l.Width, l.Dashes = colour(e), vg.Points(1.8), dashes(e)
 				p.Add(l)
 				ready := r.Marks[engines.Ready]
-				slowest, last = max(slowest, ready.Time.Seconds()), max(last, end.Seconds())
 				dot, err := plotter.NewScatter(plotter.XYs{{X: ready.Time.Seconds(), Y: megabytes(ready.Down)}})
 				if err != nil {
 					return s, fmt.Errorf("bench: draw %s: %w", f.File, err)
@@ -491,9 +501,7 @@ func (m *model) timelines(rate int64) (s section, err error) {
 			for _, add := range slices.Backward(legend) {
 				add()
 			}
-			// What comes in the background long after the slowest start would hide
-			// the starts.
-			p.X.Max = min(last, 1.6*slowest)
+			p.X.Max = limit
 			p.Legend.Top, p.Legend.Left = true, true
 			p.Y.Max = top * (1.12 + 0.085*float64(drawn))
 			f.Caption = strings.Join(told, " ")
