@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"strings"
 
 	"github.com/spf13/cobra"
 
@@ -52,6 +53,7 @@ type finding struct {
 func printDoctor(w io.Writer, root string, features []kernel.Feature, asJSON bool) error {
 	var rows, advice []string
 	lacking, powerless := 0, false
+	gate := ""
 	for _, f := range features {
 		v := finding{f.Name, "ok", f.Need, f.Min, f.Detail, f.Fix}
 		switch {
@@ -60,6 +62,9 @@ func printDoctor(w io.Writer, root string, features []kernel.Feature, asJSON boo
 			lacking++
 		case !f.Have:
 			v.State = "absent"
+		}
+		if f.Name == kernel.FeatureGate && f.Have {
+			gate, _, _ = strings.Cut(f.Detail, ":")
 		}
 		if asJSON {
 			if err := printJSON(w, v); err != nil {
@@ -75,7 +80,6 @@ func printDoctor(w io.Writer, root string, features []kernel.Feature, asJSON boo
 		powerless = powerless || f.Name == "root" && !f.Have
 	}
 	var verdict error
-	gate := "fanotify"
 	if lacking > 0 {
 		gate = ""
 		verdict = fmt.Errorf("a worker cannot run on this host with its root at %s: what it needs is missing, see above", root)

@@ -35,12 +35,17 @@ func golden(t *testing.T, name string, got []byte) {
 func TestDoctor(t *testing.T) {
 	good := []kernel.Feature{
 		{Name: "kernel", Have: true, Detail: "Linux 6.18.5 x86_64"},
-		{Name: kernel.FeatureErofs, Have: true, Need: true, Min: "Linux 6.12"},
+		{Name: kernel.FeatureErofs, Have: true, Min: "Linux 6.12"},
+		{Name: kernel.FeatureGate, Have: true, Need: true, Min: "Linux 6.12", Detail: kernel.GateFanotify},
 		{Name: "open files", Detail: "limit 1024, 16384 wanted", Fix: "raise the limit"},
 	}
 	old := append([]kernel.Feature{}, good...)
 	old[0].Detail = "Linux 6.1.0 x86_64"
-	old[1] = kernel.Feature{Name: kernel.FeatureErofs, Need: true, Min: "Linux 6.12", Detail: "mount: block device required", Fix: "use Linux 6.12 or newer"}
+	old[1] = kernel.Feature{Name: kernel.FeatureErofs, Min: "Linux 6.12", Detail: "mount: block device required", Fix: "use Linux 6.12 or newer"}
+	old[2] = kernel.Feature{Name: kernel.FeatureGate, Need: true, Min: "Linux 6.12", Detail: "neither EROFS from files nor loop devices", Fix: "use Linux 6.14 or newer"}
+	second := append([]kernel.Feature{}, good...)
+	second[0].Detail = "Linux 6.12.1 x86_64"
+	second[2].Detail = "fuse: no pre-content events: invalid argument"
 	for _, test := range []struct {
 		golden   string
 		features []kernel.Feature
@@ -48,6 +53,7 @@ func TestDoctor(t *testing.T) {
 		fails    bool
 	}{
 		{"doctor-good.txt", good, false, false},
+		{"doctor-fuse.txt", second, false, false},
 		{"doctor-old.txt", old, false, true},
 		{"doctor-old.jsonl", old, true, true},
 	} {

@@ -9,6 +9,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"hydrofoil.dev/foil/internal/kernel"
 	"hydrofoil.dev/foil/internal/worker/api"
 	"hydrofoil.dev/foil/internal/worker/node"
 )
@@ -16,7 +17,7 @@ import (
 func newNodeCommand() *cobra.Command {
 	var opts node.Options
 	var level slog.Level
-	var format, socket string
+	var format, gate, socket string
 	cmd := &cobra.Command{
 		Use:   "node [flags]",
 		Short: "Run the worker daemon",
@@ -33,6 +34,10 @@ deploy/containerd/README.md.
 foil pull and foil run start a daemon when none runs; its log is in
 DIR/run/node.log, and "foil status" names the process to end. For a daemon that
 is there from boot to shutdown, run it as a system service.
+
+What holds back reads is the gate: fanotify (Linux 6.14), else fuse (Linux 6.12),
+else loop, which is fuse with loop devices. auto takes the first that this host
+can have; "foil doctor" says which, and why.
 
 An interrupt or SIGTERM ends it. Containers go on: a small process, the keeper,
 makes their reads wait until a daemon runs again, which then goes on with the
@@ -61,6 +66,13 @@ Exit codes: 0 it was told to end; 1 an error, in the log as well.`,
 			if os.Getenv("GOGC") == "" {
 				debug.SetGCPercent(50)
 			}
+			switch gate {
+			case "auto":
+			case kernel.GateFanotify, kernel.GateFUSE, kernel.GateLoop:
+				opts.Gate = gate
+			default:
+				return usagef("--gate %s: say auto, fanotify, fuse or loop", gate)
+			}
 			opts.Version = version()
 			n, err := node.New(opts)
 			if err != nil {
@@ -75,6 +87,7 @@ Exit codes: 0 it was told to end; 1 an error, in the log as well.`,
 	flags := cmd.Flags()
 	rootFlag(cmd, &opts.Root)
 	flags.DurationVar(&opts.GiveUp, "give-up", 5*time.Minute, "how long to go on trying when a server cannot be reached, before reads that wait for it fail")
+	flags.StringVar(&gate, "gate", "auto", "`GATE` that holds back reads: auto, fanotify, fuse or loop")
 	flags.StringVar(&socket, "snapshotter-socket", "default", "`PATH` of the socket for containerd; default: DIR/run/snapshotter.sock; off: none")
 	flags.StringVar(&format, "log-format", "text", "`FORMAT` of the log: text or json")
 	flags.TextVar(&level, "log-level", slog.LevelInfo, "least `LEVEL` to log: debug, info, warn or error")

@@ -34,6 +34,9 @@ const (
 	FeaturePreContent = "fanotify pre-content events"
 	FeatureGated      = "gate on the root directory"
 	FeatureFUSE       = "FUSE"
+	// FeatureGate's detail begins with the gate that the host gets, one of
+	// GateFanotify, GateFUSE and GateLoop, then, if it is not the best, ": why".
+	FeatureGate = "a gate"
 )
 
 // missing is why a feature is not there, with a remedy that is better than the
@@ -57,9 +60,10 @@ type probed struct {
 
 var table = []probed{
 	{"root", true, "", "run as root (sudo)", probeRoot},
-	{FeatureErofs, true, "Linux 6.12", "use Linux 6.12 or newer with CONFIG_EROFS_FS and CONFIG_EROFS_FS_BACKED_BY_FILE", probeErofs},
-	{FeaturePreContent, true, "Linux 6.14", "use Linux 6.14 or newer with CONFIG_FANOTIFY_ACCESS_PERMISSIONS", probePreContent},
-	{FeatureGated, true, "Linux 6.14", "put the root directory on ext4, XFS or btrfs: tmpfs and overlayfs cannot be gated", probeGated},
+	{FeatureErofs, false, "Linux 6.12", "use Linux 6.12 or newer with CONFIG_EROFS_FS and CONFIG_EROFS_FS_BACKED_BY_FILE", probeErofs},
+	{FeaturePreContent, false, "Linux 6.14", "use Linux 6.14 or newer with CONFIG_FANOTIFY_ACCESS_PERMISSIONS", probePreContent},
+	{FeatureGated, false, "Linux 6.14", "put the root directory on ext4, XFS or btrfs: tmpfs and overlayfs cannot be gated", probeGated},
+	{FeatureGate, true, "Linux 6.12", "use Linux 6.14 or newer, or 6.12 or newer with FUSE (modprobe fuse), and put the root directory on ext4, XFS or btrfs", probeGate},
 	{"root directory", true, "", "put the root directory on ext4, XFS or btrfs", probeFilesystem},
 	{"overlayfs", true, "Linux 6.8", "load the module (modprobe overlay), and put the root directory on ext4, XFS or btrfs", probeOverlay},
 	{"runc", true, "runc 1.1", "install it (on Debian and Ubuntu: apt-get install runc)", probeRunc},

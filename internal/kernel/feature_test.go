@@ -51,6 +51,13 @@ func TestFeatures(t *testing.T) {
 	if f[FeaturePreContent].Have != (err == nil) {
 		t.Errorf("pre-content events: %+v, but a group: %v", f[FeaturePreContent], err)
 	}
+	gate, why, err := ChooseGate(context.Background(), root)
+	if (err == nil) != f[FeatureGate].Have || err == nil && !strings.HasPrefix(f[FeatureGate].Detail, gate) {
+		t.Errorf("gate %q (%s), %v, but the feature %+v", gate, why, err, f[FeatureGate])
+	}
+	if want := f[FeatureGated].Have && f[FeatureErofs].Have; want != (gate == GateFanotify) || (gate == GateFanotify) != (why == "") {
+		t.Errorf("gate %q (%s)", gate, why)
+	}
 	if f[FeatureGated].Have && !f[FeaturePreContent].Have {
 		t.Error("a gate without pre-content events")
 	}
@@ -76,6 +83,9 @@ func TestFeaturesOnTmpfs(t *testing.T) {
 	}
 	if g := f[FeatureErofs]; g.Have || !strings.Contains(g.Fix, "cannot be on tmpfs") {
 		t.Errorf("EROFS on tmpfs: %+v", g)
+	}
+	if g := f[FeatureGate]; g.Have {
+		t.Errorf("a gate on tmpfs: %+v", g)
 	}
 	if g := f["root directory"]; !strings.Contains(g.Detail, "tmpfs") {
 		t.Errorf("filesystem: %+v", g)

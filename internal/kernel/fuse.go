@@ -155,6 +155,12 @@ func ParseFuseRequest(b []byte) (FuseRequest, error) {
 	return r, nil
 }
 
+// fuseLength is how long the request at the beginning of b says it is, at most
+// all of b.
+func fuseLength(b []byte) int {
+	return int(min(uint64(binary.NativeEndian.Uint32(b)), uint64(len(b))))
+}
+
 // FuseFile is what the kernel learns about a file, or the directory.
 type FuseFile struct {
 	Node uint64

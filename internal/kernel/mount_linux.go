@@ -23,6 +23,14 @@ type Erofs struct {
 	// the mount is made by fsconfig(2).
 	Devices []string
 	Target  string // existing directory
+	// Loop puts a loop device below the image and each device, for kernels that
+	// mount EROFS from block devices only (before Linux 6.12). Loop devices pass
+	// by a fanotify gate.
+	Loop bool
+	// Beneath puts the mount below the one that is at Target (Linux 6.5), which
+	// hides it until it is unmounted: so a mount is replaced and the path never
+	// without one.
+	Beneath bool
 	// ReadAhead is the read-ahead of the mount in KiB; nil leaves the kernel's.
 	// Setting it needs sysfs and is done before the mount can be seen.
 	ReadAhead *int
@@ -32,8 +40,26 @@ type Erofs struct {
 // mount: containers need them. The error holds what the kernel logged.
 func MountErofs(e Erofs) error {
 	what := fmt.Sprintf("mount EROFS image %s at %s", e.Image, e.Target)
-	options := []option{{"source", e.Image, true}}
-	for _, d := range e.Devices {
+	source, devices := e.Image, e.Devices
+	if e.Loop {
+		loops, err := attachLoops(append([]string{e.Image}, e.Devices...))
+		// The mount holds them from then on.
+		defer closeAll(loops)
+		if err != nil {
+			return fmt.Errorf("%s: %w", what, err)
+		}
+		devices = nil
+		for _, l := range loops[1:] {
+			devices = append(devices, l.Name())
+		}
+		source = loops[0].Name()
+	}
+	options := []option{{"source", source, true}}
+	if e.Loop {
+		// Else the devices are opened for writing.
+		options = append(options, option{"ro", "", false})
+	}
+	for _, d := range devices {
 		options = append(options, option{"device", d, true})
 	}
 	create := func(fs int) error {
@@ -42,7 +68,11 @@ func MountErofs(e Erofs) error {
 		}
 		return createWithReadAhead(fs, "erofs", *e.ReadAhead)
 	}
-	err := mountNew("erofs", e.Target, options, unix.MOUNT_ATTR_RDONLY|unix.MOUNT_ATTR_NOATIME, create)
+	flags := 0
+	if e.Beneath {
+		flags = moveMountBeneath
+	}
+	err := mountMoved("erofs", e.Target, options, unix.MOUNT_ATTR_RDONLY|unix.MOUNT_ATTR_NOATIME, flags, create)
 	if err == nil {
 		return nil
 	}
@@ -106,12 +136,20 @@ type option struct {
 	path        bool // value is the path of something that exists
 }
 
+// moveMountBeneath is MOVE_MOUNT_BENEATH of move_mount(2).
+const moveMountBeneath = 0x200
+
 // maxOption is the longest value that fsconfig takes, in bytes.
 const maxOption = 255
 
 // mountNew makes a filesystem by the calls that are new since Linux 5.2, and
 // attaches it to target.
 func mountNew(fstype, target string, options []option, attrs int, create func(fs int) error) error {
+	return mountMoved(fstype, target, options, attrs, 0, create)
+}
+
+// mountMoved is mountNew with flags of move_mount(2).
+func mountMoved(fstype, target string, options []option, attrs, move int, create func(fs int) error) error {
 	fs, err := unix.Fsopen(fstype, unix.FSOPEN_CLOEXEC)
 	if err != nil {
 		return fmt.Errorf("fsopen %s: %w", fstype, err)
@@ -143,7 +181,7 @@ func mountNew(fstype, target string, options []option, attrs int, create func(fs
 		return withLog(fs, fmt.Errorf("fsmount: %w", err))
 	}
 	defer unix.Close(mnt)
-	if err := unix.MoveMount(mnt, "", unix.AT_FDCWD, target, unix.MOVE_MOUNT_F_EMPTY_PATH); err != nil {
+	if err := unix.MoveMount(mnt, "", unix.AT_FDCWD, target, unix.MOVE_MOUNT_F_EMPTY_PATH|move); err != nil {
 		return fmt.Errorf("move_mount: %w", err)
 	}
 	return nil

@@ -8,6 +8,7 @@ import (
 	"strconv"
 	"strings"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -199,5 +200,66 @@ func TestStatSpace(t *testing.T) {
 	}
 	if _, err := StatSpace("/no/such/path"); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("got %v", err)
+	}
+}
+
+func TestMountErofsByLoopDevices(t *testing.T) {
+	image, target := needErofs(t)
+	if _, err := probeLoop(t.Context(), ""); err != nil {
+		t.Skip(err)
+	}
+	if err := MountErofs(Erofs{Image: image, Target: target, Loop: true}); err != nil {
+		t.Fatal(err)
+	}
+	mounts, err := Mounts(target)
+	if err != nil || len(mounts) != 1 || !strings.HasPrefix(mounts[0].Source, "/dev/loop") {
+		t.Fatalf("mounts %+v, %v", mounts, err)
+	}
+	loop := filepath.Join("/sys/block", filepath.Base(mounts[0].Source), "loop")
+	if b, err := os.ReadFile(filepath.Join(loop, "dio")); err != nil || strings.TrimSpace(string(b)) != "1" {
+		t.Errorf("direct I/O: %s, %v", b, err)
+	}
+	if err := Unmount(target, false); err != nil {
+		t.Error(err)
+	}
+	// The device goes with the mount, a moment later.
+	for range 1000 {
+		if _, err = os.Stat(loop); err != nil {
+			break
+		}
+		time.Sleep(time.Millisecond)
+	}
+	if !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("the loop device is left: %v", err)
+	}
+}
+
+func TestMountErofsBeneath(t *testing.T) {
+	image, target := needErofs(t)
+	for range 2 {
+		err := MountErofs(Erofs{Image: image, Target: target, Beneath: true})
+		if err == nil {
+			t.Fatal("mounted beneath nothing")
+		}
+	}
+	if err := MountErofs(Erofs{Image: image, Target: target}); err != nil {
+		t.Fatal(err)
+	}
+	top, err := Mounts(target)
+	if err != nil || len(top) != 1 {
+		t.Fatalf("mounts %+v, %v", top, err)
+	}
+	if err := MountErofs(Erofs{Image: image, Target: target, Beneath: true}); err != nil {
+		t.Fatal(err)
+	}
+	if err := Unmount(target, true); err != nil {
+		t.Fatal(err)
+	}
+	mounts, err := Mounts(target)
+	if err != nil || len(mounts) != 1 || mounts[0].ID == top[0].ID {
+		t.Errorf("mounts %+v, %v; want one that is not %+v", mounts, err, top)
+	}
+	if err := Unmount(target, false); err != nil {
+		t.Error(err)
 	}
 }

@@ -57,14 +57,26 @@ func unmountAll(tb testing.TB, dir string) {
 	}
 }
 
-func TestFUSE(t *testing.T) {
-	gatetest.Run(t, gatetest.Setup{
+func setupFUSE() gatetest.Setup {
+	return gatetest.Setup{
 		New: func(tb testing.TB) gate.Gate { return startedFUSE(tb, gate.Options{}) },
 		Hold: func(g gate.Gate) (func(), error) {
 			f, err := g.(*gate.FUSE).Connection()
 			return func() { f.Close() }, err
 		},
-	})
+	}
+}
+
+func TestFUSE(t *testing.T) { gatetest.Run(t, setupFUSE()) }
+
+// As before Linux 6.12.
+func TestFUSEByLoopDevices(t *testing.T) {
+	if _, err := os.Stat("/dev/loop-control"); err != nil {
+		t.Skip(err)
+	}
+	s := setupFUSE()
+	s.Loop = true
+	gatetest.Run(t, s)
 }
 
 // guardedFUSE is an arena behind a FUSE gate, and the path of its file there.

@@ -27,13 +27,14 @@ func (n *Node) openGate() (held map[string]*os.File, err error) {
 		return nil, err
 	}
 	held = n.keeper.Held()
-	g := gate.Options{Keeper: n.keeper, Held: held, Logger: n.log}
-	n.gate, err = gate.Takeover(ctx, g)
-	if errors.Is(err, gate.ErrNoGate) {
-		n.gateLost = true
-		n.gate, err = gate.New(ctx, g)
+	g, fresh, loop, err := gate.Open(ctx, gate.Choice{Kind: n.opts.Gate, Root: n.opts.Root}, gate.Options{
+		Keeper: n.keeper, Held: held, Logger: n.log, Dir: filepath.Join(n.opts.Root, "run", "gate"),
+	})
+	if err != nil {
+		return nil, err
 	}
-	return held, err
+	n.gate, n.gateLost, n.loop = g, fresh, loop
+	return held, nil
 }
 
 // dropLeft takes from the keeper what restore found no use for: arenas whose
@@ -62,10 +63,12 @@ func (n *Node) dropLeft(held map[string]*os.File) {
 }
 
 // closeGate stops answering. The keeper goes on holding the gate, unless
-// nothing is incomplete: then it ends.
+// nothing needs it: then it ends.
 func (n *Node) closeGate(idle bool) error {
 	var errs []error
-	if n.gate != nil {
+	// Mounts may need a gate even when everything is here.
+	idle = idle && n.gate != nil && n.gate.Idle()
+	if n.gate != nil && !idle {
 		errs = append(errs, n.gate.Close())
 	}
 	if n.keeper == nil {
@@ -83,9 +86,7 @@ func (n *Node) closeGate(idle bool) error {
 	if !idle {
 		return errors.Join(append(errs, n.keeper.Close())...)
 	}
-	for _, name := range []string{gate.KeptGroup, gate.KeptJournal} {
-		errs = append(errs, n.keeper.Drop(ctx, name))
-	}
+	errs = append(errs, n.gate.End(ctx))
 	if err := n.keeper.Stop(ctx); err != nil {
 		errs = append(errs, err, n.keeper.Close())
 	}

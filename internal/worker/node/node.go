@@ -45,8 +45,8 @@ import (
 
 // Options configure a Node. Root is required.
 type Options struct {
-	// Root is the worker's directory. Its filesystem must allow fanotify
-	// pre-content marks (ext4, XFS and btrfs do, tmpfs and overlayfs do not).
+	// Root is the worker's directory, on ext4, XFS or btrfs: EROFS images and
+	// fanotify pre-content marks cannot be on tmpfs and overlayfs.
 	Root string
 	// Binary is the foil program, started as keeper; the running program when
 	// empty.
@@ -58,6 +58,9 @@ type Options struct {
 	// Version is told to clients.
 	Version string
 	Logger  *slog.Logger
+	// Gate is what is to hold back reads of what is absent: kernel.GateFanotify,
+	// GateFUSE or GateLoop; empty: the best that the host can have.
+	Gate string
 
 	// crash, when set by a test, is called at named points.
 	crash func(point string)
@@ -75,7 +78,8 @@ type Node struct {
 	log     *slog.Logger
 	lock    *os.File
 	started time.Time
-	gate    *gate.Fanotify
+	gate    gate.Gate
+	loop    bool // EROFS is mounted over loop devices
 	keeper  *keeper.Client
 	// gateLost: there was no gate to take over when this daemon started.
 	gateLost bool
@@ -322,7 +326,7 @@ func (n *Node) Status(context.Context) (*api.Status, error) {
 		Version: n.opts.Version,
 		PID:     os.Getpid(),
 		Started: n.started,
-		Gate:    "fanotify",
+		Gate:    n.gateName(),
 		Keeper:  n.keeper.PID(),
 	}
 	n.mu.Lock()

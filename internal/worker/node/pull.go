@@ -583,6 +583,7 @@ func (n *Node) finish(ctx context.Context, r *rootfs) error {
 		// It is complete all the same, and every read of it is allowed.
 		n.log.Warn("take a complete arena from behind the gate; reads of it go through the daemon until it is restarted", "rootfs", r.rec.ChainID, "error", err)
 	}
+	n.passGate()
 	return nil
 }
 

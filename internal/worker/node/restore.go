@@ -47,6 +47,9 @@ func (n *Node) restore(held map[string]*os.File) error {
 	for chain, r := range n.rootfs {
 		if r.rec.Complete {
 			n.releaseLeft(r, held)
+			if r.gated && n.gateLost && r.broken == nil {
+				lost[chain] = true
+			}
 			continue
 		}
 		if r.broken == nil {
@@ -74,6 +77,7 @@ func (n *Node) restore(held map[string]*os.File) error {
 	n.restored = true
 	n.mu.Unlock()
 	n.collect()
+	n.passGate()
 	n.mu.Lock()
 	var again []*image
 	named := make(map[digest.Digest]bool)
@@ -125,6 +129,7 @@ func (n *Node) loadRootfs(mounted map[string]bool) {
 		r := &rootfs{dir: filepath.Join(dir, e.Name()), ready: make(chan struct{}), committed: true}
 		close(r.ready)
 		r.mounted = mounted[r.path("mnt")]
+		r.gated = r.mounted && r.isGated()
 		err := r.load()
 		if err == nil && r.rec.ChainID.Encoded() != e.Name() {
 			err = fmt.Errorf("it is the record of %s", r.rec.ChainID)
@@ -300,7 +305,9 @@ func (n *Node) remount(lost map[digest.Digest]bool, read map[digest.Digest]*rest
 					users += " " + c.ID
 				}
 			}
-			if users != "" {
+			if users != "" && r.gated {
+				n.warn("the gate of rootfs %s was lost (daemon and keeper died together): reads of containers on it fail; remove and start again:%s", chain, users)
+			} else if users != "" {
 				n.warn("the gate of rootfs %s was lost (daemon and keeper died together): containers on it may have read zeros for bytes that were absent; remove and start again:%s", chain, users)
 			}
 			if err := kernel.Unmount(r.path("mnt"), true); err != nil {

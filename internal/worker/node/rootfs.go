@@ -37,6 +37,7 @@ import (
 //	meta.erofs   the metadata image (derived)
 //	arena, presence, durable
 //	             package arena
+//	gated        there while it is mounted by way of a FUSE gate: see gated.go
 //	mnt          where it is mounted, once for all containers
 type rootfs struct {
 	dir string
@@ -57,6 +58,7 @@ type rootfs struct {
 	present   func() []byte // while incomplete: bundle.Have.Present of it
 	committed bool          // its record is on the disk: a new daemon will know it
 	mounted   bool
+	gated     bool  // its mount reads by files of the gate: see gated.go
 	filling   *pull // that fills it now
 	users     int   // pulls and others that use it; it is not removed while there are any
 	broken    error // why nothing may be served from it
@@ -403,15 +405,15 @@ func (n *Node) unmount(r *rootfs) error {
 
 // mount mounts what is on the disk.
 func (n *Node) mount(r *rootfs) error {
-	devices := make([]string, len(r.rec.Arenas))
-	for i, c := range r.rec.Arenas {
-		devices[i] = filepath.Join(n.rootfsDir(c), "arena")
+	devices, gated := n.devices(r)
+	if err := r.setGated(gated); err != nil {
+		return err
 	}
-	if err := kernel.MountErofs(kernel.Erofs{Image: r.path("meta.erofs"), Devices: devices, Target: r.path("mnt")}); err != nil {
+	if err := kernel.MountErofs(kernel.Erofs{Image: r.path("meta.erofs"), Devices: devices, Target: r.path("mnt"), Loop: n.loop}); err != nil {
 		return mountError(fmt.Errorf("mount rootfs %s: %w", r.rec.ChainID, err))
 	}
 	n.mu.Lock()
-	r.mounted = true
+	r.mounted, r.gated = true, gated
 	n.mu.Unlock()
 	return nil
 }

@@ -27,6 +27,8 @@ type Setup struct {
 	// New returns a gate that answers. It is closed by the suite. It skips the
 	// test where the kernel or the host cannot have such a gate.
 	New func(tb testing.TB) gate.Gate
+	// Loop mounts EROFS over loop devices.
+	Loop bool
 	// Hold becomes a second holder of g until let is called, as the keeper is.
 	Hold func(g gate.Gate) (let func(), err error)
 }
@@ -76,7 +78,7 @@ func (s Setup) rig(t *testing.T) *rig {
 	}
 	// Readers that a failed test leaves behind must not outlive it.
 	t.Cleanup(func() { r.backing.Fail(errors.New("the test is over")) })
-	tree.Mount(t, g.Device(arenaName, path), r.dir)
+	tree.MountBy(t, g.Device(arenaName, path), r.dir, s.Loop)
 	return r
 }
 

@@ -89,10 +89,16 @@ func (tree *Tree) NewArena(tb testing.TB, path string) *os.File {
 // Mount mounts the tree over device until the test ends.
 func (tree *Tree) Mount(tb testing.TB, device, target string) {
 	tb.Helper()
+	tree.MountBy(tb, device, target, false)
+}
+
+// MountBy is Mount, by loop devices or without.
+func (tree *Tree) MountBy(tb testing.TB, device, target string, loop bool) {
+	tb.Helper()
 	if err := os.Mkdir(target, 0o755); err != nil {
 		tb.Fatal(err)
 	}
-	if err := kernel.MountErofs(kernel.Erofs{Image: tree.Image, Devices: []string{device}, Target: target}); err != nil {
+	if err := kernel.MountErofs(kernel.Erofs{Image: tree.Image, Devices: []string{device}, Target: target, Loop: loop}); err != nil {
 		tb.Fatal(err)
 	}
 	tb.Cleanup(func() {
