@@ -12,7 +12,6 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"regexp"
 	"slices"
 	"strings"
 	"syscall"
@@ -26,25 +25,56 @@ import (
 	"hydrofoil.dev/foil/internal/worker/snapshotter"
 )
 
-// containerdDir is the directory with containerd 2.x, ctr and
-// containerd-shim-runc-v2 that the tests below use, by this variable.
-const containerdDir = "FOIL_TEST_CONTAINERD2"
+// containerdVersion is a containerd that the tests run. variable names the
+// directory with its containerd and containerd-shim-runc-v2; ctr is 2.x's.
+type containerdVersion struct {
+	name, variable, config string
+	number                 int // of the configuration's format
+	// sandbox is what a pod needs on this host besides: its image, and no rights
+	// that a test may not have.
+	sandbox string
+}
+
+var (
+	containerd2 = containerdVersion{
+		name: "containerd 2", variable: "FOIL_TEST_CONTAINERD2", config: "containerd-2.toml", number: 3,
+		sandbox: "[plugins.'io.containerd.cri.v1.images'.pinned_images]\nsandbox = %q\n[plugins.'io.containerd.cri.v1.runtime']\nrestrict_oom_score_adj = true\n",
+	}
+	containerd1 = containerdVersion{
+		name: "containerd 1.7", variable: "FOIL_TEST_CONTAINERD1", config: "containerd-1.7.toml", number: 2,
+		sandbox: "[plugins.'io.containerd.grpc.v1.cri']\nsandbox_image = %q\nrestrict_oom_score_adj = true\n",
+	}
+)
 
 // containerd is a containerd of the test's own, with the worker's snapshotter.
 type containerd struct {
 	*process
-	dir, bin string
+	dir, bin, ctrBin string
+	namespace        string
 }
 
-// startContainerd starts containerd 2.x with the configuration of
-// deploy/containerd, but for the paths.
+// startContainerd starts containerd 2.x without CRI.
 func startContainerd(t testing.TB, w *worker) *containerd {
 	t.Helper()
-	bin := os.Getenv(containerdDir)
+	return launchContainerd(t, containerd2, w, "default",
+		"disabled_plugins = ['io.containerd.grpc.v1.cri', 'io.containerd.cri.v1.images', 'io.containerd.cri.v1.runtime', 'io.containerd.nri.v1.nri', 'io.containerd.podsandbox.controller.v1.podsandbox']\n", "")
+}
+
+// startContainerdCRI starts containerd as a node of Kubernetes has it.
+func startContainerdCRI(t testing.TB, v containerdVersion, w *worker, pause string) *containerd {
+	t.Helper()
+	return launchContainerd(t, v, w, "k8s.io", "disabled_plugins = ['io.containerd.nri.v1.nri']\n", fmt.Sprintf(v.sandbox, pause))
+}
+
+// launchContainerd starts containerd with the configuration of
+// deploy/containerd, but for the paths.
+func launchContainerd(t testing.TB, v containerdVersion, w *worker, namespace, first, last string) *containerd {
+	t.Helper()
+	bin := os.Getenv(v.variable)
 	if bin == "" {
-		t.Skipf("skip: %s names no directory with containerd 2.x, ctr and containerd-shim-runc-v2", containerdDir)
+		t.Skipf("skip: %s names no directory with %s", v.variable, v.name)
 	}
-	config, err := os.ReadFile("../../deploy/containerd/containerd-2.toml")
+	config, err := os.ReadFile("../../deploy/containerd/" + v.config)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -52,11 +82,11 @@ func startContainerd(t testing.TB, w *worker) *containerd {
 	if err != nil {
 		t.Fatal(err)
 	}
-	c := &containerd{dir: dir, bin: bin}
-	own := fmt.Sprintf("root = %q\nstate = %q\n", filepath.Join(dir, "root"), filepath.Join(dir, "state")) +
-		"disabled_plugins = ['io.containerd.grpc.v1.cri', 'io.containerd.cri.v1.images', 'io.containerd.cri.v1.runtime', 'io.containerd.nri.v1.nri', 'io.containerd.podsandbox.controller.v1.podsandbox']\n" +
+	c := &containerd{dir: dir, bin: bin, ctrBin: filepath.Join(os.Getenv(containerd2.variable), "ctr"), namespace: namespace}
+	own := fmt.Sprintf("root = %q\nstate = %q\n", filepath.Join(dir, "root"), filepath.Join(dir, "state")) + first +
 		fmt.Sprintf("[grpc]\naddress = %q\n[ttrpc]\naddress = %q\n[debug]\nlevel = 'debug'\n", c.socket(), c.socket()+".ttrpc")
-	text := regexp.MustCompile(`(?m)^version = 3$`).ReplaceAllString(string(config), "version = 3\n"+own)
+	number := fmt.Sprintf("version = %d\n", v.number)
+	text := strings.Replace(string(config), number, number+own, 1) + last
 	text = strings.ReplaceAll(text, "/var/lib/foil/run/snapshotter.sock", snapshotter.SocketPath(w.root))
 	if err := os.WriteFile(filepath.Join(dir, "config.toml"), []byte(text), 0o600); err != nil {
 		t.Fatal(err)
@@ -100,7 +130,7 @@ func (c *containerd) start(t testing.TB) {
 func (c *containerd) tryCtr(args ...string) (string, error) {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
-	cmd := exec.CommandContext(ctx, filepath.Join(c.bin, "ctr"), append([]string{"--address", c.socket()}, args...)...)
+	cmd := exec.CommandContext(ctx, c.ctrBin, append([]string{"--address", c.socket(), "--namespace", c.namespace}, args...)...)
 	cmd.WaitDelay = time.Second
 	var out, errs bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &out, &errs
@@ -157,9 +187,9 @@ func (c *containerd) names(t testing.TB) []string {
 	return names
 }
 
-// sums is a script that prints the digests of an image's data, and what they
+// dataSums is a script that prints the digests of an image's data, and what they
 // are, from containerd's own unpacker.
-const sums = "cd /data && for f in *; do sha256sum $f; done; cat /version"
+const dataSums = "cd /data && for f in *; do sha256sum $f; done; cat /version"
 
 func wantData(t testing.TB, img image) string {
 	t.Helper()
@@ -216,7 +246,7 @@ func TestContainerdRunsAnImageThatIsOnItsWay(t *testing.T) {
 		}
 	}
 	slow.setRate(0)
-	if got, want := c.run(t, ref, "one", sums), wantData(t, img); got != want {
+	if got, want := c.run(t, ref, "one", dataSums), wantData(t, img); got != want {
 		t.Errorf("a container on the image that was on its way read\n%s\nwant\n%s", got, want)
 	}
 	names := c.names(t)
@@ -233,14 +263,14 @@ func TestContainerdRunsAnImageThatIsOnItsWay(t *testing.T) {
 	c.ctr(t, "run", "--detach", "--snapshotter", "hydrofoil", ref, "long", "/bin/sh", "-c", "sleep 1000")
 	w.kill()
 	w2 := startWorker(t, w.root)
-	if got := c.ctr(t, "task", "exec", "--exec-id", "x", "long", "/bin/sh", "-c", sums); got != wantData(t, img) {
+	if got := c.ctr(t, "task", "exec", "--exec-id", "x", "long", "/bin/sh", "-c", dataSums); got != wantData(t, img) {
 		t.Errorf("after the daemon was killed a container read\n%s", got)
 	}
 	eventually(t, "containerd reaches the new daemon", func() error {
 		_, err := c.tryCtr("snapshots", "--snapshotter", "hydrofoil", "ls")
 		return err
 	})
-	if got := c.run(t, ref, "two", sums); got != wantData(t, img) {
+	if got := c.run(t, ref, "two", dataSums); got != wantData(t, img) {
 		t.Errorf("a container of the new daemon read\n%s", got)
 	}
 
@@ -289,7 +319,7 @@ func TestContainerdUnpacksWhatIsNoBundle(t *testing.T) {
 	c := startContainerd(t, w)
 	ref = plainRegistry(t, s) + ref[strings.IndexByte(ref, '/'):]
 	c.pull(t, ref)
-	if got, want := c.run(t, ref, "one", sums), wantData(t, img); got != want {
+	if got, want := c.run(t, ref, "one", dataSums), wantData(t, img); got != want {
 		t.Errorf("a container read\n%s\nwant\n%s", got, want)
 	}
 	for _, n := range c.names(t) {
@@ -320,7 +350,7 @@ func TestContainerdRunsAPrefixOfALazyImage(t *testing.T) {
 	c := startContainerd(t, w)
 	c.pull(t, refUpper)
 	c.pull(t, refWhole)
-	if got, want := c.run(t, refWhole, "whole", sums), wantData(t, whole); got != want {
+	if got, want := c.run(t, refWhole, "whole", dataSums), wantData(t, whole); got != want {
 		t.Errorf("a container of the prefix read\n%s\nwant\n%s", got, want)
 	}
 	if got := c.run(t, refUpper, "upper", "ls /version; ls /data | wc -l"); got != "21\n" {
@@ -328,7 +358,7 @@ func TestContainerdRunsAPrefixOfALazyImage(t *testing.T) {
 	}
 	// The same layers below one that comes the plain way.
 	c.pull(t, refOther)
-	if got, want := c.run(t, refOther, "other", sums), wantData(t, other); got != want {
+	if got, want := c.run(t, refOther, "other", dataSums), wantData(t, other); got != want {
 		t.Errorf("a container of a plain image on layers that came lazily read\n%s\nwant\n%s", got, want)
 	}
 	if diff := differs(t, upper, w.mountOf(w.imageRefs()[0])); diff != "" {

@@ -1,0 +1,108 @@
+package e2e
+
+import (
+	"context"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials/insecure"
+	cri "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"hydrofoil.dev/foil/internal/server/layer/layertest"
+	"hydrofoil.dev/foil/internal/worker/snapshotter"
+)
+
+// TestCRI does what a kubelet does: pull an image, and run a container of it in
+// a pod, while its bytes are on the way.
+func TestCRI(t *testing.T) {
+	for _, v := range []containerdVersion{containerd2, containerd1} {
+		t.Run(v.name, func(t *testing.T) {
+			needBusybox(t)
+			s := startServer(t, t.TempDir())
+			img := runnable(t, 200, 30_000)
+			// The pod's own process, which only waits.
+			b, err := os.ReadFile(busybox)
+			if err != nil {
+				t.Fatal(err)
+			}
+			pause := s.push("pause", "1", newImage(t, ocispec.ImageConfig{Entrypoint: []string{"/sleep", "100000"}},
+				layertest.Layer{layertest.File("sleep", 0o755, string(b))}.Gzip(t)))
+			slow := newLink(t, s.addr, 3<<20)
+			ref := slow.via(s.push("app", "1", img))
+			w := startWorker(t, workerRoot(t))
+			c := startContainerdCRI(t, v, w, pause)
+
+			conn, err := grpc.NewClient("unix:"+c.socket(), grpc.WithTransportCredentials(insecure.NewCredentials()))
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer conn.Close()
+			images, runtime := cri.NewImageServiceClient(conn), cri.NewRuntimeServiceClient(conn)
+			ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+			defer cancel()
+
+			if _, err := images.PullImage(ctx, &cri.PullImageRequest{Image: &cri.ImageSpec{Image: ref}}); err != nil {
+				t.Fatal(err)
+			}
+			if got := w.imageOf(w.imageRefs()[0]); got.State != "pulling" {
+				t.Fatalf("when PullImage has ended, the worker has %+v, want it on its way", got)
+			}
+			slow.setRate(0)
+			host := &cri.NamespaceOption{Network: cri.NamespaceMode_NODE}
+			pod := &cri.PodSandboxConfig{
+				Metadata:     &cri.PodSandboxMetadata{Name: "pod", Namespace: "default", Uid: "1"},
+				LogDirectory: filepath.Join(c.dir, "logs"),
+				Linux:        &cri.LinuxPodSandboxConfig{SecurityContext: &cri.LinuxSandboxSecurityContext{NamespaceOptions: host}},
+			}
+			sandbox, err := runtime.RunPodSandbox(ctx, &cri.RunPodSandboxRequest{Config: pod})
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer func() {
+				if _, err := runtime.StopPodSandbox(ctx, &cri.StopPodSandboxRequest{PodSandboxId: sandbox.PodSandboxId}); err != nil {
+					t.Error(err)
+				}
+				if _, err := runtime.RemovePodSandbox(ctx, &cri.RemovePodSandboxRequest{PodSandboxId: sandbox.PodSandboxId}); err != nil {
+					t.Error(err)
+				}
+			}()
+			made, err := runtime.CreateContainer(ctx, &cri.CreateContainerRequest{
+				PodSandboxId: sandbox.PodSandboxId,
+				Config: &cri.ContainerConfig{
+					Metadata: &cri.ContainerMetadata{Name: "app"},
+					Image:    &cri.ImageSpec{Image: ref},
+					Command:  []string{"/bin/sleep", "100000"},
+					LogPath:  "app.log",
+					Linux:    &cri.LinuxContainerConfig{SecurityContext: &cri.LinuxContainerSecurityContext{NamespaceOptions: host}},
+				},
+				SandboxConfig: pod,
+			})
+			if err != nil {
+				t.Fatal(err)
+			}
+			if _, err := runtime.StartContainer(ctx, &cri.StartContainerRequest{ContainerId: made.ContainerId}); err != nil {
+				t.Fatal(err)
+			}
+			out, err := runtime.ExecSync(ctx, &cri.ExecSyncRequest{ContainerId: made.ContainerId, Cmd: []string{"/bin/sh", "-c", dataSums}})
+			if err != nil {
+				t.Fatal(err)
+			}
+			if want := wantData(t, img); string(out.Stdout) != want {
+				t.Errorf("a container of a pod read\n%s%s\nwant\n%s", out.Stdout, out.Stderr, want)
+			}
+			stats, err := images.ImageFsInfo(ctx, &cri.ImageFsInfoRequest{})
+			if err != nil || len(stats.ImageFilesystems) == 0 {
+				t.Errorf("usage of images: %v, %v", stats, err)
+			}
+			for _, n := range c.names(t) {
+				if l := c.info(t, n).Labels; l[snapshotter.LabelPath] != snapshotter.PathLazy {
+					t.Errorf("labels of snapshot %s: %q", n, l)
+				}
+			}
+		})
+	}
+}
