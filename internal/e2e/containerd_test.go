@@ -231,7 +231,7 @@ func TestContainerdRunsAnImageThatIsOnItsWay(t *testing.T) {
 	needBusybox(t)
 	s := startServer(t, t.TempDir())
 	img := runnable(t, 200, 30_000)
-	slow := newLink(t, s.addr, 3<<20)
+	slow := newLink(t, s.addr, 256<<10)
 	ref := slow.via(s.push("app", "1", img))
 	w := startWorker(t, workerRoot(t))
 	c := startContainerd(t, w)

@@ -31,7 +31,7 @@ func TestCRI(t *testing.T) {
 			}
 			pause := s.push("pause", "1", newImage(t, ocispec.ImageConfig{Entrypoint: []string{"/sleep", "100000"}},
 				layertest.Layer{layertest.File("sleep", 0o755, string(b))}.Gzip(t)))
-			slow := newLink(t, s.addr, 3<<20)
+			slow := newLink(t, s.addr, 256<<10)
 			ref := slow.via(s.push("app", "1", img))
 			w := startWorker(t, workerRoot(t))
 			c := startContainerdCRI(t, v, w, pause)
