@@ -240,7 +240,7 @@ func (b *Builder) base(ctx context.Context, snapshot Snapshot, chain []Base) (st
 	}
 	for i, base := range chain {
 		name := base.Name + " of " + snapshot.Name
-		dir := filepath.Join(b.Cache, fmt.Sprintf("base-%s-%s-%s", base.Name, snapshot.Name, key(snapshot, chain[:i+1])))
+		dir := b.baseDir(snapshot, chain[:i+1])
 		if base.From == "" {
 			layer, err := b.layer(filepath.Join(dir, "0"), false, snapshot.Created, func(tree string) (string, error) {
 				b.log("base %s: bootstrapping %s (%s)", name, snapshot.Suite, strings.Join(snapshot.Pockets, ", "))
@@ -307,6 +307,49 @@ func (l Layer) summary() string {
 		line = line[:157] + "..."
 	}
 	return line
+}
+
+// Prune removes images and bases from the cache that the catalogue does not declare
+// (any more), and says what it removed. Downloads and fetched images stay.
+func (b *Builder) Prune(ctx context.Context, c Catalogue) (removed []string, err error) {
+	unlock, err := b.lock(ctx)
+	if err != nil {
+		return nil, err
+	}
+	defer unlock()
+	keep := map[string]bool{"lock": true, "downloads": true}
+	for _, image := range c.Images {
+		keep[filepath.Base(b.layout(c, image))] = true
+		keep[image.Name+"-"+image.Tag+".work"] = true
+		chain, err := c.chain(image.Base)
+		if err != nil {
+			return nil, err
+		}
+		for i := range chain {
+			keep[filepath.Base(b.baseDir(c.snapshot(image.Snapshot), chain[:i+1]))] = true
+		}
+	}
+	entries, err := os.ReadDir(b.Cache)
+	if err != nil {
+		return nil, fmt.Errorf("images: %w", err)
+	}
+	for _, entry := range entries {
+		name := entry.Name()
+		// Verify makes its directory without the lock.
+		if keep[name] || strings.HasPrefix(name, "fetched-") || strings.HasPrefix(name, "verify-") {
+			continue
+		}
+		if err := os.RemoveAll(filepath.Join(b.Cache, name)); err != nil {
+			return removed, fmt.Errorf("images: %w", err)
+		}
+		removed = append(removed, name)
+	}
+	return removed, nil
+}
+
+// baseDir is where the layers of the last base of a chain are.
+func (b *Builder) baseDir(snapshot Snapshot, chain []Base) string {
+	return filepath.Join(b.Cache, fmt.Sprintf("base-%s-%s-%s", chain[len(chain)-1].Name, snapshot.Name, key(snapshot, chain)))
 }
 
 // layer makes a layer: its tree at path, by fill, which finds nothing there and says

@@ -11,12 +11,14 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
 	digest "github.com/opencontainers/go-digest"
 	"github.com/opencontainers/image-spec/specs-go"
 	v1 "github.com/opencontainers/image-spec/specs-go/v1"
@@ -199,6 +201,35 @@ func TestBuildGoesOn(t *testing.T) {
 	}
 	if left, err := filepath.Glob(filepath.Join(dir, "*.work")); err != nil || len(left) > 0 {
 		t.Errorf("left behind: %q, %v", left, err)
+	}
+}
+
+func TestPrune(t *testing.T) {
+	c, err := Parse([]byte(testAll))
+	if err != nil {
+		t.Fatal(err)
+	}
+	b := Builder{Cache: t.TempDir()}
+	image := filepath.Base(b.layout(c, c.Images[0]))
+	base := filepath.Base(b.baseDir(c.Snapshots[0], c.Bases))
+	kept := []string{base, "downloads", "fetched-0", "i-1.work", image, "lock", "verify-0"}
+	for _, name := range append(slices.Clone(kept), "base-b-s-0", "i-1-0", "j-1.work", image+".partial") {
+		if name == "lock" { // a file, which Prune makes
+			continue
+		}
+		if err := os.MkdirAll(filepath.Join(b.Cache, name), 0o755); err != nil {
+			t.Fatal(err)
+		}
+	}
+	removed, err := b.Prune(t.Context(), c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if diff := cmp.Diff([]string{"base-b-s-0", image + ".partial", "i-1-0", "j-1.work"}, removed, cmpopts.SortSlices(strings.Compare)); diff != "" {
+		t.Errorf("removed (-want +got):\n%s", diff)
+	}
+	if diff := cmp.Diff(kept, names(t, b.Cache), cmpopts.SortSlices(strings.Compare)); diff != "" {
+		t.Errorf("kept (-want +got):\n%s", diff)
 	}
 }
 

@@ -71,7 +71,8 @@ inside() {
 export NPM=/run/build/npm
 [ -z "$RUN" ] || inside "$RUN"
 [ -z "$PYTHON_PACKAGES" ] || inside '
-	python3 -m pip install -q --no-compile $PYTHON_PACKAGES
+	python3 -m pip download -q -d /run/build/cache/wheels $PYTHON_PACKAGES
+	python3 -m pip install -q --no-compile --no-index --find-links /run/build/cache/wheels $PYTHON_PACKAGES
 	find /usr/local -newermt "@$CREATED" -exec touch -h -d "@$CREATED" {} +
 	for dir in /usr/local/lib/python3*; do
 		python3 -m compileall -q -j 1 "$dir" || echo "some modules do not compile, as with pip"

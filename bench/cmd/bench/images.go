@@ -28,7 +28,7 @@ versions, NAME:TAG one of them; without names all are meant.`,
   bench images verify redis`,
 	}
 	cmd.PersistentFlags().StringVar(&cache, "cache", "../.cache", "where built images are kept")
-	cmd.AddCommand(imagesBuild(&cache), imagesList(&cache), imagesVerify(&cache), imagesFetch(&cache))
+	cmd.AddCommand(imagesBuild(&cache), imagesList(&cache), imagesVerify(&cache), imagesFetch(&cache), imagesPrune(&cache))
 	return cmd
 }
 
@@ -223,6 +223,28 @@ prints. It needs no root.`,
 		panic(err) // there is such a flag
 	}
 	return cmd
+}
+
+func imagesPrune(cache *string) *cobra.Command {
+	return &cobra.Command{
+		Use:   "prune",
+		Short: "Remove built images that are not declared any more",
+		Args:  cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			catalogue, err := images.Declared()
+			if err != nil {
+				return err
+			}
+			if err := needRoot("removing images"); err != nil {
+				return err
+			}
+			removed, err := imageBuilder(*cache).Prune(cmd.Context(), catalogue)
+			for _, name := range removed {
+				fmt.Println(name)
+			}
+			return err
+		},
+	}
 }
 
 func megabytes(n int64) string       { return fmt.Sprintf("%.1f MB", float64(n)/1e6) }
