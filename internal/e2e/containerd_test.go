@@ -12,6 +12,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"syscall"
@@ -26,7 +27,8 @@ import (
 )
 
 // containerdVersion is a containerd that the tests run. variable names the
-// directory with its containerd and containerd-shim-runc-v2; ctr is 2.x's.
+// directory with its containerd and containerd-shim-runc-v2, and ctr, which
+// may be 2.x's.
 type containerdVersion struct {
 	name, variable, config string
 	number                 int // of the configuration's format
@@ -41,10 +43,28 @@ var (
 		sandbox: "[plugins.'io.containerd.cri.v1.images'.pinned_images]\nsandbox = %q\n[plugins.'io.containerd.cri.v1.runtime']\nrestrict_oom_score_adj = true\n",
 	}
 	containerd1 = containerdVersion{
-		name: "containerd 1.7", variable: "FOIL_TEST_CONTAINERD1", config: "containerd-1.7.toml", number: 2,
+		name: "containerd 1", variable: "FOIL_TEST_CONTAINERD1", config: "containerd-1.7.toml", number: 2,
 		sandbox: "[plugins.'io.containerd.grpc.v1.cri']\nsandbox_image = %q\nrestrict_oom_score_adj = true\n",
 	}
 )
+
+// dir is where the programs are: those of the variable, or what is installed if
+// that is of the same number before the dot.
+func (v containerdVersion) dir() string {
+	if dir := os.Getenv(v.variable); dir != "" {
+		return dir
+	}
+	path, err := exec.LookPath("containerd")
+	if err != nil {
+		return ""
+	}
+	out, err := exec.Command(path, "--version").Output()
+	_, major, _ := strings.Cut(v.name, " ")
+	if err != nil || !regexp.MustCompile(`\sv?`+major[:1]+`\.`).Match(out) {
+		return ""
+	}
+	return filepath.Dir(path)
+}
 
 // containerd is a containerd of the test's own, with the worker's snapshotter.
 type containerd struct {
@@ -70,7 +90,7 @@ func startContainerdCRI(t testing.TB, v containerdVersion, w *worker, pause stri
 // deploy/containerd, but for the paths.
 func launchContainerd(t testing.TB, v containerdVersion, w *worker, namespace, first, last string) *containerd {
 	t.Helper()
-	bin := os.Getenv(v.variable)
+	bin := v.dir()
 	if bin == "" {
 		t.Skipf("skip: %s names no directory with %s", v.variable, v.name)
 	}
@@ -82,7 +102,10 @@ func launchContainerd(t testing.TB, v containerdVersion, w *worker, namespace, f
 	if err != nil {
 		t.Fatal(err)
 	}
-	c := &containerd{dir: dir, bin: bin, ctrBin: filepath.Join(os.Getenv(containerd2.variable), "ctr"), namespace: namespace}
+	c := &containerd{dir: dir, bin: bin, ctrBin: filepath.Join(bin, "ctr"), namespace: namespace}
+	if _, err := os.Stat(c.ctrBin); err != nil {
+		c.ctrBin = filepath.Join(containerd2.dir(), "ctr")
+	}
 	own := fmt.Sprintf("root = %q\nstate = %q\n", filepath.Join(dir, "root"), filepath.Join(dir, "state")) + first +
 		fmt.Sprintf("[grpc]\naddress = %q\n[ttrpc]\naddress = %q\n[debug]\nlevel = 'debug'\n", c.socket(), c.socket()+".ttrpc")
 	number := fmt.Sprintf("version = %d\n", v.number)
