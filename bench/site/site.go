@@ -41,7 +41,7 @@ func Scratch(parent, prefix string) (string, error) {
 	for _, dir := range old {
 		if lock, err := lockDir(dir); err == nil {
 			err := RemoveTree(dir)
-			lock.Close()
+			unix.Close(lock)
 			if err != nil {
 				return "", err
 			}
@@ -54,7 +54,7 @@ func Scratch(parent, prefix string) (string, error) {
 	if err != nil {
 		return "", fmt.Errorf("bench: %w", err)
 	}
-	// Held until the process ends.
+	// Held until the process ends: a descriptor that nothing closes.
 	if _, err := lockDir(dir); err != nil {
 		return "", err
 	}
@@ -65,16 +65,18 @@ func Scratch(parent, prefix string) (string, error) {
 	return dir, nil
 }
 
-func lockDir(dir string) (*os.File, error) {
-	f, err := os.Open(dir)
+// lockDir locks a directory and gives the descriptor that holds the lock. It is
+// no os.File, which would let go of the lock when it is collected as garbage.
+func lockDir(dir string) (int, error) {
+	fd, err := unix.Open(dir, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
 	if err != nil {
-		return nil, fmt.Errorf("bench: %w", err)
+		return -1, fmt.Errorf("bench: open %s: %w", dir, err)
 	}
-	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
-		f.Close()
-		return nil, fmt.Errorf("bench: lock %s: %w", dir, err)
+	if err := unix.Flock(fd, unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		unix.Close(fd)
+		return -1, fmt.Errorf("bench: lock %s: %w", dir, err)
 	}
-	return f, nil
+	return fd, nil
 }
 
 // RemoveTree removes a directory in which file systems may still be mounted.
