@@ -120,8 +120,13 @@ func startAlone(ctx context.Context, s *site.Site, im Image, lower, parent, id s
 		return 0, fmt.Errorf("bench: mount overlay on %s: %w", lower, err)
 	}
 	defer func() { err = errors.Join(err, unix.Unmount(rootfs, unix.MNT_DETACH)) }()
-	// The very container that foil run makes.
-	spec, err := runner.Spec(im.Built.Config, runner.SpecOptions{ID: id, Dir: dir, Rootfs: rootfs, Args: im.Command})
+	// The very container that foil run makes. There, no words are no command,
+	// instead of none in place of the image's.
+	var args []string
+	if len(im.Command) > 0 {
+		args = im.Command
+	}
+	spec, err := runner.Spec(im.Built.Config, runner.SpecOptions{ID: id, Dir: dir, Rootfs: rootfs, Args: args})
 	if err != nil {
 		return 0, err
 	}
