@@ -161,6 +161,7 @@ func (p *pull) run() {
 	n.mu.Unlock()
 	// Who is told of a failure finds nothing left behind.
 	n.collect()
+	debug.FreeOSMemory() // buffers, and what the fetch knew of the image
 	if err != nil {
 		p.happened(api.Failed, err)
 	} else {
