@@ -90,7 +90,7 @@ func realFiles(b *testing.B, max int64) (*toc.TOC, []benchFrame, int64) {
 				at := c.First + uint32(i)
 				switch {
 				case len(p) == 0:
-				case len(p) >= segment.FrameTarget:
+				case len(p) >= segment.FrameAlone:
 					flush([][]byte{p}, []uint32{at})
 				default:
 					small, smallAt, smallSize = append(small, p), append(smallAt, at), smallSize+len(p)
