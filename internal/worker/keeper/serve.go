@@ -204,19 +204,19 @@ func (s *store) serve(p *packets, m message, fds []int) error {
 			unix.Close(fd)
 			delete(s.fds, m.name)
 		}
-		err := p.send(message{kind: kindOK})
+		// The end comes before the answer: who has it finds no socket. The
+		// connection is closed only after s.mu is free again.
 		s.maybeStopLocked()
-		return err
+		return p.send(message{kind: kindOK})
 	case kindAll:
 		return s.sendAllLocked(p)
 	case kindStop:
 		if n := len(s.fds); n > 0 {
 			return p.send(failure(codeNotEmpty, fmt.Errorf("the keeper holds %d descriptors", n)))
 		}
-		err := p.send(message{kind: kindOK})
 		s.told = true
 		s.maybeStopLocked()
-		return err
+		return p.send(message{kind: kindOK})
 	default:
 		return p.send(failure(codeInvalid, fmt.Errorf("message of type %d is not a request", m.kind)))
 	}
