@@ -18,13 +18,16 @@
 //
 //	1 Hello   once, first
 //	2 Image   one for each image asked for, before Plan
+//	7 Startup at most one for an image that asked for it, after all Image
+//	          sections and before Plan
+//	9 Pages   once for each frame of each Startup, in their order, before Plan
 //	3 Plan    once
 //	4 Frame   once for each frame of the plan
 //	5 Error   ends the stream, at any place
 //	6 End     ends the stream when everything has been sent
 //
-// A stream that ends in any other way was cut. Numbers 7 (startup set) and 8
-// (TOC as a delta against another) are kept for what they say.
+// A stream that ends in any other way was cut. Number 8 is kept for a TOC as a
+// delta against another.
 //
 // Hello is the version of the stream (1) and a block, the stream ID, which
 // Promotion names.
@@ -40,6 +43,28 @@
 //	          digest of the TOC
 //
 // Manifest, index and config are the exact bytes that their digests name.
+//
+// Startup is the startup set of an image, or what the worker lacks of it: page
+// runs of contents, in frames. The payload is
+//
+//	index     uvarint: which of Request.Images this is
+//	origin    block: what the set was made from, one of the Origin constants
+//	max       column: per frame, uvarint, the most bytes it takes
+//	counts    column: per frame, uvarint, its runs
+//	runs      list of runs as in package trace, frame by frame
+//	digests   32 bytes a run that is not all of its content, in their order
+//
+// A run that is all of its content has the content's own digest, which the TOC
+// gives; only a decoder that has the TOC can therefore read the payload
+// (DecodeStartup). The raw bytes of a frame are those of its runs one after the
+// other, the last page of a content as short as it is.
+//
+// Pages is two uvarints, the image's index in the request and that of the frame in its Startup,
+// and the frame as package segment codes it.
+//
+// What is in a startup set is in segments, too. The plan leaves out a segment
+// when all of its pages are in the set, and sends every other one whole, so that pages may arrive
+// twice: they must then be equal.
 //
 // Plan names segments by number: the segments of all TOCs of the stream, in the
 // order of the Image sections, numbered through from 0. Of segments with equal
@@ -87,6 +112,9 @@ const (
 	TypeFrame Type = 4
 	TypeError Type = 5
 	TypeEnd   Type = 6
+
+	TypeStartup Type = 7
+	TypePages   Type = 9
 )
 
 const (
@@ -100,7 +128,9 @@ const (
 	MaxManifest = 4 << 20 // a manifest, an index or a config
 	MaxImage    = 256 << 20
 	MaxPlan     = 64 << 20
+	MaxStartup  = 64 << 20
 	MaxFrame    = segment.MaxFrameRaw + 1 + 5
+	MaxPages    = MaxFrame + 5
 	MaxError    = 64 << 10
 	MaxRequest  = 16 << 20 // the JSON of a Request
 	MaxUnknown  = 64 << 20 // a section that is skipped

@@ -17,6 +17,7 @@ import (
 	"hydrofoil.dev/foil/internal/format/columns"
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/format/toc"
+	"hydrofoil.dev/foil/internal/format/trace"
 )
 
 // Reader reads a stream and verifies all of it that can be verified without
@@ -34,6 +35,10 @@ type Reader struct {
 	plan   *Plan
 	seen   []bool // frames
 	left   int    // frames
+
+	startups map[int]*Startup // by image
+	order    []*Startup       // whose frames are still to come
+	page     int              // the next frame of order[0]
 }
 
 // ReaderOptions says how to read.
@@ -53,14 +58,14 @@ func NewReader(r io.Reader, o ReaderOptions) *Reader {
 	if o.Buffer == nil {
 		o.Buffer = func(n int) []byte { return make([]byte, n) }
 	}
-	return &Reader{r: bufio.NewReaderSize(r, 256<<10), o: o, images: map[int]bool{}}
+	return &Reader{r: bufio.NewReaderSize(r, 256<<10), o: o, images: map[int]bool{}, startups: map[int]*Startup{}}
 }
 
 // Bytes returns how many bytes of the stream have been read.
 func (r *Reader) Bytes() int64 { return r.bytes }
 
-// Next returns the next section: *Hello, *Image, *Plan or *Frame. Unknown
-// sections are skipped.
+// Next returns the next section: *Hello, *Image, *Startup (which its Resolve
+// completes), *Pages, *Plan or *Frame. Unknown sections are skipped.
 //
 // Errors: io.EOF after the End section; *Error for an Error section;
 // io.ErrUnexpectedEOF, wrapped, for a stream that was cut; ErrCorrupt, wrapped,
@@ -91,8 +96,11 @@ func (r *Reader) next() (any, error) {
 		return nil, err
 	}
 	t, flags, length := Type(head[0]), head[1], binary.LittleEndian.Uint32(head[2:])
-	if t == TypeFrame {
+	switch t {
+	case TypeFrame:
 		return r.frame(int(length))
+	case TypePages:
+		return r.pages(int(length))
 	}
 	limit, known := limits[t]
 	if !known {
@@ -121,7 +129,7 @@ func (r *Reader) next() (any, error) {
 }
 
 var limits = map[Type]int{
-	TypeHello: MaxHello, TypeImage: MaxImage, TypePlan: MaxPlan, TypeError: MaxError, TypeEnd: 0,
+	TypeHello: MaxHello, TypeImage: MaxImage, TypeStartup: MaxStartup, TypePlan: MaxPlan, TypeError: MaxError, TypeEnd: 0,
 }
 
 func (r *Reader) section(t Type, payload []byte) (any, error) {
@@ -129,7 +137,9 @@ func (r *Reader) section(t Type, payload []byte) (any, error) {
 	case t == TypeError:
 		return nil, decodeError(payload)
 	case !r.hello && t != TypeHello, r.hello && t == TypeHello,
-		r.plan != nil && (t == TypeImage || t == TypePlan),
+		r.plan != nil && (t == TypeImage || t == TypePlan || t == TypeStartup),
+		len(r.startups) > 0 && t == TypeImage,
+		r.pagesLeft() && t == TypePlan,
 		t == TypeEnd && (r.plan == nil || r.left > 0):
 		return nil, fmt.Errorf("%w: section %d out of order", ErrCorrupt, t)
 	case t == TypeHello:
@@ -137,6 +147,8 @@ func (r *Reader) section(t Type, payload []byte) (any, error) {
 		return r.decodeHello(payload)
 	case t == TypeImage:
 		return r.decodeImage(payload)
+	case t == TypeStartup:
+		return r.decodeStartup(payload)
 	case t == TypePlan:
 		return r.decodePlan(payload)
 	}
@@ -423,6 +435,9 @@ func DecodeRequest(b []byte) (*Request, error) {
 	for _, m := range req.Images {
 		if m.Repository == "" || m.Reference == "" {
 			return nil, errors.New("bundle request: an image without repository or reference")
+		}
+		if n := len(m.Args); n > trace.MaxArgs {
+			return nil, fmt.Errorf("bundle request: %d arguments, at most %d", n, trace.MaxArgs)
 		}
 	}
 	for _, h := range req.Have {

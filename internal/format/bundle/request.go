@@ -44,6 +44,11 @@ type ImageRequest struct {
 	// Header, when true, ends the stream after the plan of no frames: only
 	// manifest, config and TOC are wanted.
 	Header bool `json:"header,omitempty"`
+	// Startup, when true, asks for the startup set of the service that runs Args
+	// on the image, right after the headers. Nil Args are the image's own entrypoint and
+	// command.
+	Startup bool     `json:"startup,omitempty"`
+	Args    []string `json:"args,omitempty"`
 }
 
 // Have is a rootfs on the worker.
@@ -57,6 +62,9 @@ type Have struct {
 	// i/8) for TOC.Segments[i]. Nil means all of them. A broken stream is
 	// resumed by asking again with what has arrived.
 	Present []byte `json:"present,omitempty"`
+	// Pages are page runs (a list as in package trace) that are here of segments
+	// which are not: what has arrived of startup sets.
+	Pages []byte `json:"pages,omitempty"`
 }
 
 // Promotion asks that segments queued in a running stream be sent next.
