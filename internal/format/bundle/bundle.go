@@ -55,8 +55,8 @@
 //	digests   32 bytes a run that is not all of its content, in their order
 //
 // A run that is all of its content has the content's own digest, which the TOC
-// gives; only a decoder that has the TOC can therefore read the payload
-// (DecodeStartup). The raw bytes of a frame are those of its runs one after the
+// gives: only who has the TOC can complete what the Reader decodes (see
+// Startup.Resolve). The raw bytes of a frame are those of its runs one after the
 // other, the last page of a content as short as it is.
 //
 // Pages is two uvarints, the image's index in the request and that of the frame in its Startup,
