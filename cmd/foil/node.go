@@ -31,6 +31,10 @@ needs root. "foil doctor" says whether this host can do what it takes.
 containerd uses the daemon as a snapshotter by DIR/run/snapshotter.sock: see
 deploy/containerd/README.md.
 
+A pull from a server that was not used before connects first, and TCP begins
+slowly: on a long way that costs more than all else. --connect makes the
+connection when the daemon starts, keeps it, and lets it learn the path.
+
 foil pull and foil run start a daemon when none runs; its log is in
 DIR/run/node.log, and "foil status" names the process to end. For a daemon that
 is there from boot to shutdown, run it as a system service.
@@ -87,6 +91,8 @@ Exit codes: 0 it was told to end; 1 an error, in the log as well.`,
 	flags := cmd.Flags()
 	rootFlag(cmd, &opts.Root)
 	flags.DurationVar(&opts.GiveUp, "give-up", 5*time.Minute, "how long to go on trying when a server cannot be reached, before reads that wait for it fail")
+	flags.StringSliceVar(&opts.Connect, "connect", nil, "`SERVER`s (http://HOST:PORT or https://HOST) to keep a warm connection to")
+	flags.Int64Var(&opts.WarmUp, "warm-up", 8<<20, "most `BYTES` that a server of --connect sends on a new connection so that TCP learns the path; 0: none")
 	flags.StringVar(&gate, "gate", "auto", "`GATE` that holds back reads: auto, fanotify, fuse or loop")
 	flags.StringVar(&socket, "snapshotter-socket", "default", "`PATH` of the socket for containerd; default: DIR/run/snapshotter.sock; off: none")
 	flags.StringVar(&format, "log-format", "text", "`FORMAT` of the log: text or json")

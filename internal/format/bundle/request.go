@@ -13,12 +13,24 @@ const (
 	// stream it names has ended.
 	PromotePath = "/hydrofoil/v1/promote"
 
+	// WarmPath takes a POST of Warm and answers with as many bytes, which mean
+	// nothing.
+	WarmPath = "/hydrofoil/v1/warm"
+
 	MediaTypeRequest = "application/vnd.hydrofoil.bundle.request.v1+json"
 	MediaTypeBundle  = "application/vnd.hydrofoil.bundle.v1"
 
 	// Version is the highest version of the stream that this code speaks.
 	Version = 1
 )
+
+// MaxWarm bounds Warm.Bytes.
+const MaxWarm = 8 << 20
+
+// Warm asks for bytes that let TCP learn the path before a pull needs it.
+type Warm struct {
+	Bytes int64 `json:"bytes"` // 0 to MaxWarm
+}
 
 // Request asks for images in one stream. It is JSON on the wire.
 type Request struct {

@@ -1,5 +1,5 @@
-// Package bundles answers pulls: the HTTP handler of bundle.PullPath and
-// bundle.PromotePath.
+// Package bundles answers pulls: the HTTP handler of bundle.PullPath,
+// bundle.PromotePath and bundle.WarmPath.
 //
 // The way of one pull. The request is decoded and its images are resolved; what
 // fails up to here is an HTTP error with a bundle.Error as its body. Then the
@@ -80,10 +80,11 @@ func New(o Options) *Handler {
 	}
 	h.mux.HandleFunc("POST "+bundle.PullPath, h.pull)
 	h.mux.HandleFunc("POST "+bundle.PromotePath, h.promote)
+	h.mux.HandleFunc("POST "+bundle.WarmPath, h.warm)
 	return h
 }
 
-// ServeHTTP serves bundle.PullPath and bundle.PromotePath.
+// ServeHTTP serves bundle.PullPath, bundle.PromotePath and bundle.WarmPath.
 func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) { h.mux.ServeHTTP(w, r) }
 
 // body reads a request of at most limit bytes.

@@ -159,6 +159,7 @@ func (s *Server) open(ctx context.Context) error {
 	mux.Handle("/v2/", reg)
 	mux.Handle(format.PullPath, bundle)
 	mux.Handle(format.PromotePath, bundle)
+	mux.Handle(format.WarmPath, bundle)
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, req *http.Request) {
 		if _, err := cat.ListRepositories(req.Context(), "", 0); err != nil {
 			s.log.Error("not healthy", "error", err)

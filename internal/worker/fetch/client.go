@@ -57,6 +57,8 @@ type Client struct {
 	base *url.URL
 	log  *slog.Logger
 
+	dials atomic.Int64 // connections made
+
 	mu     sync.Mutex
 	link   *link // for new requests
 	closed bool
@@ -167,6 +169,7 @@ func (c *Client) newLink() *link {
 			if err != nil {
 				return nil, err
 			}
+			c.dials.Add(1)
 			return l.opened(conn), nil
 		},
 		TLSClientConfig:     c.opts.TLS,

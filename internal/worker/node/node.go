@@ -55,6 +55,12 @@ type Options struct {
 	// reached, before reads that wait for it fail; package fetch's default
 	// when 0.
 	GiveUp time.Duration
+	// Connect lists servers (http://HOST:PORT or https://HOST) to which a
+	// connection is kept open from the start on, whether or not anything is
+	// pulled. WarmUp is the most bytes, at most bundle.MaxWarm, that each new one of these connections is
+	// warmed up with.
+	Connect []string
+	WarmUp  int64
 	// Version is told to clients.
 	Version string
 	Logger  *slog.Logger
@@ -170,6 +176,13 @@ func New(opts Options) (_ *Node, err error) {
 	}
 	if err := n.restore(held); err != nil {
 		return nil, err
+	}
+	for _, base := range opts.Connect {
+		c, err := n.client(base)
+		if err != nil {
+			return nil, fmt.Errorf("connect to %s: %w", base, err)
+		}
+		n.work.Go(func() { c.Keep(n.ctx, opts.WarmUp) })
 	}
 	return n, nil
 }

@@ -1,0 +1,108 @@
+package fetch
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"time"
+
+	"hydrofoil.dev/foil/internal/format/bundle"
+)
+
+const (
+	// keepEvery is how often a kept connection is used, so that no middlebox
+	// forgets it, and one that died is found before a pull needs it.
+	keepEvery = 20 * time.Second
+	// warmStep is what a warm-up begins with, bytes; it doubles.
+	warmStep = 64 << 10
+	// warmGain is how much faster each step must be for another one: below it
+	// the path is filled.
+	warmGain = 1.25
+)
+
+// Warming is what a warm-up came to.
+type Warming struct {
+	Bytes int64
+	Rate  float64 // bytes a second, of the fastest step
+}
+
+// Warm connects if need be, and has the server send bytes that mean nothing, twice
+// as many each time, until that is no longer faster, at most `most` in all. TCP
+// has then learned the path: a pull that comes later begins at its full rate instead of
+// with ten packets a round trip. BBR keeps what it learned while
+// a connection is idle (Linux: tcp_slow_start_after_idle is not for it).
+func (c *Client) Warm(ctx context.Context, most int64) (Warming, error) {
+	var w Warming
+	before := 0.0
+	for step := int64(warmStep); w.Bytes+step <= most; step *= 2 {
+		began := time.Now()
+		n, err := c.padding(ctx, step)
+		w.Bytes += n
+		if err != nil {
+			return w, err
+		}
+		rate := float64(n) / time.Since(began).Seconds()
+		w.Rate = max(w.Rate, rate)
+		if rate < before*warmGain {
+			break
+		}
+		before = rate
+	}
+	return w, nil
+}
+
+// padding has the server send n bytes.
+func (c *Client) padding(ctx context.Context, n int64) (int64, error) {
+	r, err := c.post(ctx, bundle.WarmPath, bundle.Warm{Bytes: n})
+	if err != nil {
+		return 0, err
+	}
+	defer r.Close()
+	got, err := io.Copy(io.Discard, r)
+	if err == nil && got != n {
+		err = fmt.Errorf("post %s: %d bytes, asked for %d", r.url, got, n)
+	}
+	return got, err
+}
+
+// Keep holds a connection to the server open until ctx ends: it connects, warms
+// each new connection up with at most `most` bytes (0: not at all), and connects
+// again when it was lost.
+func (c *Client) Keep(ctx context.Context, most int64) {
+	var warmed int64 // the connection that was, by number
+	for pause := time.Second; ; {
+		_, err := c.padding(ctx, 0)
+		var status *StatusError
+		if errors.As(err, &status) {
+			err = nil // a server that knows no warming, but there it is
+			warmed = c.dials.Load()
+		}
+		if n := c.dials.Load(); err == nil && n != warmed {
+			var w Warming
+			if w, err = c.Warm(ctx, most); err == nil {
+				warmed = c.dials.Load()
+				c.log.Info("connected", "server", c.base.Redacted(), "warm_up_bytes", w.Bytes, "bytes_per_second", int64(w.Rate))
+			}
+		}
+		wait := keepEvery
+		if err != nil {
+			if ctx.Err() != nil {
+				return
+			}
+			c.log.Debug("no connection", "server", c.base.Redacted(), "error", err, "pause", pause)
+			wait = pause + rand.N(pause/2)
+			pause = min(2*pause, time.Minute)
+		} else {
+			pause = time.Second
+		}
+		timer := time.NewTimer(wait)
+		select {
+		case <-timer.C:
+		case <-ctx.Done():
+			timer.Stop()
+			return
+		}
+	}
+}
