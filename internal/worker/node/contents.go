@@ -10,6 +10,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"sort"
 
 	"golang.org/x/sys/unix"
 
@@ -141,6 +142,24 @@ func (c *contents) offset(i int) (off int64, piece bool) {
 	at := contentsHeader + i*contentsRecord + len(segment.ID{})
 	v := binary.LittleEndian.Uint64(c.data[at:])
 	return int64(v &^ pieceBit), v&pieceBit != 0
+}
+
+// only returns the bytes of a contents file that lists what lies in keep: whole
+// contents, in the order of their places.
+func (c *contents) only(keep []arena.Range) ([]byte, error) {
+	b := make([]byte, contentsHeader)
+	for i := range c.len() {
+		off, _ := c.offset(i)
+		k := sort.Search(len(keep), func(k int) bool { return keep[k].Off > off }) - 1
+		if k >= 0 && off < keep[k].Off+keep[k].Len {
+			at := contentsHeader + i*contentsRecord
+			b = append(b, c.data[at:at+contentsRecord]...)
+		}
+	}
+	digest := sha256.Sum256(b[contentsHeader:])
+	copy(b, contentsMagic)
+	copy(b[len(contentsMagic):], digest[:])
+	return b, checkContents(b)
 }
 
 // join calls fn for every ID wanted that this arena holds, once for each place

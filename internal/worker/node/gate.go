@@ -3,8 +3,10 @@ package node
 import (
 	"context"
 	"errors"
+	"maps"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 
@@ -43,7 +45,8 @@ func (n *Node) openGate() (held map[string]*os.File, err error) {
 // and another descriptor of it would wait for itself.
 func (n *Node) dropLeft(held map[string]*os.File) {
 	used := make(map[string]bool)
-	for _, r := range n.rootfs {
+	all := slices.Collect(maps.Values(n.rootfs))
+	for _, r := range slices.AppendSeq(all, maps.Values(n.lent)) {
 		name := gate.KeptArena + r.name()
 		if r.arena != nil || r.kept != nil {
 			used[name] = true

@@ -19,7 +19,14 @@ const gatedName = "gated"
 // and whether one of them is the gate's.
 func (n *Node) devices(r *rootfs) (paths []string, gated bool) {
 	for _, c := range r.rec.Arenas {
-		arena := filepath.Join(n.rootfsDir(c), "arena")
+		other := n.arenaOf(c)
+		if c == r.id() {
+			other = r
+		}
+		arena := filepath.Join(n.opts.Root, "rootfs", c.Encoded(), "arena") // it is gone, and the mount says so
+		if other != nil {
+			arena = other.path("arena")
+		}
 		device := n.gate.Device(c.Encoded(), arena)
 		gated = gated || device != arena
 		paths = append(paths, device)

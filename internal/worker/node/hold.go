@@ -2,14 +2,10 @@ package node
 
 import (
 	"context"
-	"errors"
-	"fmt"
 	"io"
 	"net/http"
-	"os"
 
 	"github.com/opencontainers/go-digest"
-	"golang.org/x/sys/unix"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/worker/api"
@@ -111,26 +107,25 @@ func (n *Node) Release(chain digest.Digest) {
 }
 
 // RootfsUsage returns what a rootfs takes on the disk: bytes that are allocated,
-// and files. What it uses in the arenas of others counts as theirs.
+// and files. What is shared counts once: what it uses in the arena of another
+// rootfs there, and a lender's at the oldest of those that borrow from it.
 func (n *Node) RootfsUsage(chain digest.Digest) (size, inodes int64, err error) {
-	dir := n.rootfsDir(chain)
-	entries, err := os.ReadDir(dir)
-	if err != nil {
-		return 0, 0, err
+	n.mu.Lock()
+	r := n.rootfs[chain]
+	if r == nil {
+		n.mu.Unlock()
+		return 0, 0, errorf(api.CodeNotFound, "rootfs %s is not here", chain)
 	}
-	for _, e := range entries {
-		if !e.Type().IsRegular() {
-			continue
+	dirs := []string{r.dir}
+	for _, l := range n.lent {
+		if b := n.borrowersLocked(l); len(b) > 0 && b[0] == r {
+			dirs = append(dirs, l.dir)
 		}
-		var st unix.Stat_t
-		switch err := unix.Stat(dir+"/"+e.Name(), &st); {
-		case errors.Is(err, unix.ENOENT): // replaced meanwhile
-		case err != nil:
-			return 0, 0, fmt.Errorf("stat %s: %w", dir+"/"+e.Name(), err)
-		default:
-			size += st.Blocks * 512
-			inodes++
-		}
+	}
+	n.mu.Unlock()
+	for _, dir := range dirs {
+		s, i := usage(dir)
+		size, inodes = size+s, inodes+i
 	}
 	return size, inodes, nil
 }

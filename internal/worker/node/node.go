@@ -106,14 +106,17 @@ type Node struct {
 	// mutex is taken after it.
 	mu         sync.Mutex
 	closing    bool
-	images     map[string]*image // by reference
-	rootfs     map[digest.Digest]*rootfs
+	images     map[string]*image         // by reference
+	rootfs     map[digest.Digest]*rootfs // by chain ID
+	lent       map[digest.Digest]*rootfs // lenders, by ID
 	containers map[string]*container
 	pulls      map[string]*pull         // by reference; the last one of each
 	removing   map[string]bool          // references that RemoveImage is at
 	holds      map[digest.Digest]int    // what Hold keeps, by chain ID
 	clients    map[string]*fetch.Client // by base URL
 	warnings   []string
+	later      bool          // collect is going to be called again
+	pause      time.Duration // before that, the last time
 }
 
 var _ api.Service = (*Node)(nil)
@@ -150,6 +153,7 @@ func New(opts Options) (_ *Node, err error) {
 		log:        opts.Logger,
 		started:    time.Now(),
 		rootfs:     make(map[digest.Digest]*rootfs),
+		lent:       make(map[digest.Digest]*rootfs),
 		containers: make(map[string]*container),
 		pulls:      make(map[string]*pull),
 		removing:   make(map[string]bool),
@@ -230,7 +234,7 @@ func (n *Node) Close() error {
 			open = append(open, r)
 		}
 		// One that could not be opened again has its gate all the same.
-		if !r.rec.Complete && (r.rec.own() >= 0 || r.broken != nil) {
+		if !r.rec.Complete && (r.own() >= 0 || r.broken != nil) {
 			idle = false
 		}
 	}
@@ -254,6 +258,9 @@ func (n *Node) Close() error {
 			r.kept = nil
 		}
 		r.contents.close()
+	}
+	for _, r := range n.lent {
+		r.close()
 	}
 	for _, c := range n.clients {
 		c.Close()
@@ -324,7 +331,7 @@ func (n *Node) Images(context.Context) ([]api.Image, error) {
 
 // here returns how many bytes of contents are here. Called with Node.mu held.
 func (r *rootfs) here() int64 {
-	if r.rec.Complete || r.rec.own() < 0 {
+	if r.rec.Complete || r.own() < 0 {
 		return r.rec.Contents
 	}
 	if r.arena == nil {

@@ -7,7 +7,6 @@ import (
 	"os"
 	"path/filepath"
 	"runtime/debug"
-	"slices"
 	"sync"
 	"time"
 
@@ -264,7 +263,13 @@ func (p *pull) waitFilled(ctx context.Context, r *rootfs) (complete bool, err er
 
 // encodedTOC reads the TOC of a rootfs that is here.
 func (p *pull) encodedTOC(_ context.Context, img *bundle.Image) ([]byte, error) {
-	return os.ReadFile(filepath.Join(p.n.rootfsDir(img.ChainID), "toc"))
+	p.n.mu.Lock()
+	r := p.n.rootfs[img.ChainID]
+	p.n.mu.Unlock()
+	if r == nil {
+		return nil, fmt.Errorf("read the TOC of rootfs %s: it is not here", img.ChainID)
+	}
+	return os.ReadFile(r.path("toc"))
 }
 
 // haves names every rootfs that is here, wholly or in part, and keeps their
@@ -381,7 +386,7 @@ func (p *pull) rootfsOf(img *bundle.Image, t *toc.TOC) (r *rootfs, made placemen
 		}
 		p.use(r)
 		for _, c := range r.rec.Arenas {
-			if other := n.rootfs[c]; other != nil {
+			if other := n.arenaLocked(c); other != nil {
 				p.use(other)
 			}
 		}
@@ -432,17 +437,16 @@ func (n *Node) clearBroken(chain digest.Digest) error {
 			return errorf(api.CodeCorrupt, "%s; remove container %s with `foil rm --force %s` and pull again", in, c.ID, c.ID)
 		}
 	}
-	for other, o := range n.rootfs {
-		if other != chain && slices.Contains(o.rec.Arenas, chain) {
-			user := other.String()
-			for _, img := range n.images {
-				if img.ChainID == other {
-					user = img.Ref
-				}
+	borrowers := n.borrowersLocked(r)
+	if len(borrowers) > 0 && (!r.rec.Complete || r.contents == nil) {
+		user := borrowers[0].rec.ChainID.String()
+		for _, img := range n.images {
+			if img.ChainID == borrowers[0].rec.ChainID {
+				user = img.Ref
 			}
-			n.mu.Unlock()
-			return errorf(api.CodeCorrupt, "%s; image %s uses contents in its arena: remove that with `foil rm %s`, and pull both again", in, user, user)
 		}
+		n.mu.Unlock()
+		return errorf(api.CodeCorrupt, "%s; image %s uses contents in its arena: remove that with `foil rm %s`, and pull both again", in, user, user)
 	}
 	if n.holds[chain] > 0 {
 		n.mu.Unlock()
@@ -459,10 +463,18 @@ func (n *Node) clearBroken(chain digest.Digest) error {
 			return errorf(api.CodeCorrupt, "%s; and it is in use: %w", in, err)
 		}
 	}
-	n.mu.Lock()
-	delete(n.rootfs, chain)
-	n.mu.Unlock()
-	n.discard(r)
+	if r.inUse() {
+		return errorf(api.CodeCorrupt, "%s; and a container that the daemon does not know uses it: end it, and pull again", in)
+	}
+	switch ok, err := n.becomeLender(n.ctx, r, borrowers); {
+	case err != nil:
+		return errorf(api.CodeCorrupt, "%s; and it cannot be put out of the way: %w", in, err)
+	case !ok:
+		return errorf(api.CodeCorrupt, "%s; it is in use just now: pull again in a moment", in)
+	}
+	if len(borrowers) == 0 {
+		n.drop(r)
+	}
 	return nil
 }
 
@@ -527,7 +539,7 @@ func (n *Node) finish(ctx context.Context, r *rootfs) error {
 	a, complete := r.arena, r.rec.Complete
 	var lenders []*rootfs // that are incomplete themselves
 	for _, c := range r.rec.Arenas {
-		if other := n.rootfs[c]; c != r.rec.ChainID && (other == nil || !other.rec.Complete) {
+		if other := n.arenaLocked(c); c != r.id() && (other == nil || !other.rec.Complete && other.lender == nil) {
 			lenders = append(lenders, other)
 		}
 	}
@@ -618,14 +630,15 @@ func (r *rootfs) syncFiles() error {
 // it was placed. have is r's TOC and placement, read when nil.
 func (n *Node) lentAbsent(r *rootfs, have *restored) error {
 	for i, c := range r.rec.Arenas {
-		if c == r.rec.ChainID {
+		if c == r.id() {
 			continue
 		}
+		other := n.arenaOf(c)
 		n.mu.Lock()
-		other := n.rootfs[c]
 		var holds func(off, size int64) bool
+		var contents *contents
 		if other != nil && other.contents != nil && (other.broken == nil || other.rec.Complete) {
-			holds = other.holder()
+			holds, contents = other.holder(), other.contents
 		}
 		n.mu.Unlock()
 		if holds == nil {
@@ -637,7 +650,7 @@ func (n *Node) lentAbsent(r *rootfs, have *restored) error {
 				return err
 			}
 		}
-		if absent := lent(have, i, other, holds); absent > 0 {
+		if absent := lent(have, i, contents, holds); absent > 0 {
 			return errorf(api.CodeCorrupt, "rootfs %s, which holds some contents of rootfs %s, lacks %d of them: remove the image with `foil rm` and pull it again", c, r.rec.ChainID, absent)
 		}
 	}
@@ -645,14 +658,14 @@ func (n *Node) lentAbsent(r *rootfs, have *restored) error {
 }
 
 // lent returns how many of the contents that are placed in arena i, which is
-// other's, are not there.
-func lent(have *restored, i int, other *rootfs, holds func(off, size int64) bool) (absent int) {
+// that of other, are not there.
+func lent(have *restored, i int, other *contents, holds func(off, size int64) bool) (absent int) {
 	t := have.toc
 	here := have.place.in(i)
 	id := func(c int32) *segment.ID { return &t.Contents[c].ID }
 	sortByID(here, id)
 	absent = len(here)
-	other.contents.join(here, id, func(c int32, off int64, piece bool) {
+	other.join(here, id, func(c int32, off int64, piece bool) {
 		if !piece && holds(off, t.Contents[c].Size) {
 			absent--
 		}

@@ -6,8 +6,6 @@ import (
 	"os"
 	"path/filepath"
 
-	"github.com/opencontainers/go-digest"
-
 	"hydrofoil.dev/foil/internal/worker/api"
 )
 
@@ -113,89 +111,6 @@ func (p *pull) wait(ctx context.Context) error {
 			return ctx.Err()
 		}
 	}
-}
-
-// collect unmounts every rootfs that no image, container or pull names, and
-// removes those whose arenas nothing else uses. One that a process of the host
-// has open stays until the next time.
-func (n *Node) collect() {
-	n.layout.Lock()
-	defer n.layout.Unlock()
-	n.mu.Lock()
-	live, kept := n.named()
-	var unmount, drop []*rootfs
-	for chain, r := range n.rootfs {
-		if !live[chain] && r.mounted {
-			unmount = append(unmount, r)
-		}
-		if !kept[chain] {
-			drop = append(drop, r)
-		}
-	}
-	n.mu.Unlock()
-	for _, r := range unmount {
-		err := n.unmount(r)
-		if err == nil {
-			continue
-		}
-		n.log.Warn("unmount a rootfs that nothing uses", "rootfs", r.rec.ChainID, "error", err)
-		// Nobody brings what it lacks.
-		n.mu.Lock()
-		if r.arena != nil && r.filling == nil {
-			r.arena.Fail(errRemoved)
-		}
-		n.mu.Unlock()
-	}
-	for _, r := range drop {
-		n.mu.Lock()
-		free := r.users == 0 && !r.mounted
-		if free {
-			delete(n.rootfs, r.rec.ChainID)
-		}
-		n.mu.Unlock()
-		if free {
-			n.discard(r)
-		}
-	}
-}
-
-// named returns the rootfs that an image, a container or a pull names, and those
-// and whatever else must stay because of them: arenas that they use, and
-// arenas that those rootfs use, so that one which is kept for its arena can be
-// mounted again when its image is pulled again. Called with Node.mu held.
-func (n *Node) named() (live, kept map[digest.Digest]bool) {
-	live = make(map[digest.Digest]bool)
-	for _, img := range n.images {
-		live[img.ChainID] = true
-	}
-	for _, c := range n.containers {
-		live[c.ChainID] = true
-	}
-	for chain := range n.holds {
-		live[chain] = true
-	}
-	for chain, r := range n.rootfs {
-		if r.users > 0 || r.filling != nil {
-			live[chain] = true
-		}
-	}
-	kept = make(map[digest.Digest]bool)
-	var keep func(chain digest.Digest)
-	keep = func(chain digest.Digest) {
-		if kept[chain] {
-			return
-		}
-		kept[chain] = true
-		if r := n.rootfs[chain]; r != nil {
-			for _, c := range r.rec.Arenas {
-				keep(c)
-			}
-		}
-	}
-	for chain := range live {
-		keep(chain)
-	}
-	return live, kept
 }
 
 // lookup returns an image's rootfs, kept from being removed until release.

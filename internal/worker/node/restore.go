@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 
 	"github.com/opencontainers/go-digest"
 
@@ -68,6 +69,9 @@ func (n *Node) restore(held map[string]*os.File) error {
 		}
 	}
 	n.checkLent(read)
+	for _, r := range n.lent {
+		n.releaseLeft(r, held)
+	}
 	n.dropLeft(held)
 	n.remount(lost, read)
 	if err := n.gate.Start(); err != nil {
@@ -128,11 +132,20 @@ func (n *Node) loadRootfs(mounted map[string]bool) {
 	for _, e := range names {
 		r := &rootfs{dir: filepath.Join(dir, e.Name()), ready: make(chan struct{}), committed: true}
 		close(r.ready)
+		if _, err := os.Stat(r.path(lenderRecord)); err == nil {
+			if err := r.loadLender(); err != nil {
+				// Who borrowed of it can be mounted all the same.
+				r.broken = err
+				n.warn("the list of what is kept of rootfs %s cannot be used: %v; it stays until no image uses contents of it", e.Name(), err)
+			}
+			n.lent[r.id()] = r
+			continue
+		}
 		r.mounted = mounted[r.path("mnt")]
 		r.gated = r.mounted && r.isGated()
 		err := r.load()
-		if err == nil && r.rec.ChainID.Encoded() != e.Name() {
-			err = fmt.Errorf("it is the record of %s", r.rec.ChainID)
+		if err == nil && n.rootfs[r.rec.ChainID] != nil {
+			err = fmt.Errorf("there are two of it: %s is the other", n.rootfs[r.rec.ChainID].dir)
 		}
 		if err == nil {
 			n.rootfs[r.rec.ChainID] = r
@@ -147,15 +160,17 @@ func (n *Node) loadRootfs(mounted map[string]bool) {
 		}
 	}
 	for r, err := range bad {
-		chain := digest.NewDigestFromEncoded(digest.SHA256, filepath.Base(r.dir))
-		if lends[chain] {
-			// Others need its arena.
+		hex, _, _ := strings.Cut(filepath.Base(r.dir), ".")
+		chain := digest.NewDigestFromEncoded(digest.SHA256, hex)
+		if n.rootfs[chain] == nil && (lends[r.id()] || !r.mounted && r.inUse()) {
+			// Others need its arena, or a container that the daemon does not know
+			// its mount.
 			if r.rec.ChainID != chain {
 				r.rec = rootfsRecord{ChainID: chain}
 			}
 			r.broken = err
 			n.rootfs[chain] = r
-			n.warn("rootfs %s cannot be used, but its arena is by others: %v", chain, err)
+			n.warn("rootfs %s cannot be used, but others use it: %v", chain, err)
 			continue
 		}
 		r.contents.close()
@@ -174,9 +189,9 @@ func (n *Node) loadRootfs(mounted map[string]bool) {
 	}
 }
 
-// load reads a rootfs's record, and maps its contents file.
-func (r *rootfs) load() error {
-	b, err := os.ReadFile(r.path("rootfs.json"))
+// readRecord reads a rootfs's record.
+func (r *rootfs) readRecord(name string) error {
+	b, err := os.ReadFile(r.path(name))
 	if err != nil {
 		return err
 	}
@@ -189,6 +204,18 @@ func (r *rootfs) load() error {
 	if err := errors.Join(r.rec.ChainID.Validate(), r.rec.TOC.Validate()); err != nil {
 		return err
 	}
+	if hex, _, _ := strings.Cut(filepath.Base(r.dir), "."); r.rec.ChainID.Encoded() != hex {
+		return fmt.Errorf("it is the record of %s", r.rec.ChainID)
+	}
+	return nil
+}
+
+// load reads a rootfs's record, and maps its contents file.
+func (r *rootfs) load() error {
+	if err := r.readRecord("rootfs.json"); err != nil {
+		return err
+	}
+	var err error
 	if r.contents, err = openContents(r.path("contents")); err == nil {
 		return nil
 	}
@@ -216,7 +243,7 @@ func (n *Node) reopen(r *rootfs, held map[string]*os.File, read map[digest.Diges
 	}
 	read[r.rec.ChainID] = have
 	r.setPresence(have.toc, have.place)
-	if r.rec.own() < 0 {
+	if r.own() < 0 {
 		return nil
 	}
 	l, err := r.layout(have.toc, have.place)
@@ -275,9 +302,9 @@ func (n *Node) checkLent(read map[digest.Digest]*restored) {
 		if err == nil {
 			continue
 		}
-		used := r.mounted
+		used := r.mounted || r.inUse()
 		for other, o := range n.rootfs {
-			used = used || other != chain && slices.Contains(o.rec.Arenas, chain)
+			used = used || other != chain && slices.Contains(o.rec.Arenas, r.id())
 		}
 		if used {
 			r.broken = err
@@ -293,7 +320,7 @@ func (n *Node) checkLent(read map[digest.Digest]*restored) {
 // remount mounts what is named and not mounted, and mounts anew what lost its
 // gate.
 func (n *Node) remount(lost map[digest.Digest]bool, read map[digest.Digest]*restored) {
-	live, _ := n.named()
+	live := n.named()
 	for chain, r := range n.rootfs {
 		if r.broken != nil {
 			continue
@@ -317,7 +344,7 @@ func (n *Node) remount(lost map[digest.Digest]bool, read map[digest.Digest]*rest
 			}
 			r.mounted = false
 		}
-		if r.mounted || !live[chain] {
+		if r.mounted || live[r] == "" {
 			continue
 		}
 		if err := n.mountAgain(r, read[chain]); err != nil {
@@ -353,7 +380,7 @@ func (n *Node) mountAgain(r *rootfs, have *restored) error {
 // setPresence makes r able to say which of its TOC's segments are here: those
 // of its own arena that have arrived, and all that it uses in place.
 func (r *rootfs) setPresence(t *toc.TOC, place placement) {
-	own := r.rec.own()
+	own := r.own()
 	lent := make([]byte, (len(t.Segments)+7)/8)
 	for i := range t.Contents {
 		if int(place[i]) == own {

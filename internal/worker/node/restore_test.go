@@ -134,7 +134,7 @@ func TestWhatAnIncompleteImageLendsIsDurable(t *testing.T) {
 	}
 	ref2 := s.serve("user:1", user)
 	h.mustPull(ref2, api.Complete)
-	if rec := h.record(user); rec.own() >= 0 || !rec.Complete {
+	if rec := h.record(user); slices.Contains(rec.Arenas, user.ChainID) || !rec.Complete {
 		t.Fatalf("the image did not use the other's arena: %+v", rec)
 	}
 	durable, err := os.ReadFile(filepath.Join(h.dir(lender), "durable"))
@@ -299,7 +299,7 @@ func TestDamageHarmsOneImageOnly(t *testing.T) {
 					}
 					refUser := s.serve("user:1", user)
 					h.mustPull(refUser, api.Complete)
-					if rec := h.record(user); rec.own() >= 0 {
+					if rec := h.record(user); slices.Contains(rec.Arenas, user.ChainID) {
 						t.Fatalf("the image did not use the other's arena: %+v", rec)
 					}
 					h.reboot()

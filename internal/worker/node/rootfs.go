@@ -13,6 +13,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/opencontainers/go-digest"
@@ -23,7 +24,6 @@ import (
 	"hydrofoil.dev/foil/internal/kernel"
 	"hydrofoil.dev/foil/internal/worker/arena"
 	"hydrofoil.dev/foil/internal/worker/erofs"
-	"hydrofoil.dev/foil/internal/worker/gate"
 )
 
 // rootfs is one flattened filesystem on the worker, in a directory of its own,
@@ -39,6 +39,9 @@ import (
 //	             package arena
 //	gated        there while it is mounted by way of a FUSE gate: see gated.go
 //	mnt          where it is mounted, once for all containers
+//
+// A rootfs that nothing names, but for others that use contents in its arena,
+// becomes a lender: see lender.go.
 type rootfs struct {
 	dir string
 	rec rootfsRecord
@@ -46,6 +49,8 @@ type rootfs struct {
 	// contents lists what its own arena holds; nil when that is not known. It is
 	// not written to before the rootfs is discarded.
 	contents *contents
+	// lender is what it is when it is one, and nil before.
+	lender *lender
 	// kept is the descriptor of an arena that could not be opened again but may
 	// be marked still: no other one can be read.
 	kept *os.File
@@ -81,8 +86,15 @@ func (r *rootfs) letGo() {
 	}
 }
 
-// closeRetired closes the arena of a complete rootfs. Called with Node.mu held.
+// closeRetired closes what was kept open for those that used the rootfs: the
+// arena of a complete one, lists that were replaced. Called with Node.mu held.
 func (r *rootfs) closeRetired() {
+	if r.lender != nil {
+		for _, c := range r.lender.old {
+			c.close()
+		}
+		r.lender.old = nil
+	}
 	if r.retired != nil {
 		_ = r.retired.Close()
 		r.retired = nil
@@ -93,7 +105,7 @@ func (r *rootfs) closeRetired() {
 // here. Called with Node.mu held; it may be used while the rootfs is.
 func (r *rootfs) holder() func(off, size int64) bool {
 	switch {
-	case r.rec.Complete:
+	case r.rec.Complete || r.lender != nil:
 		return func(int64, int64) bool { return true }
 	case r.arena != nil:
 		return r.arena.Present
@@ -145,8 +157,8 @@ type rootfsRecord struct {
 	Version int           `json:"version"`
 	ChainID digest.Digest `json:"chain_id"`
 	TOC     digest.Digest `json:"toc"` // of the file toc
-	// Arenas are the chain IDs of the rootfs whose arenas hold its contents, in
-	// the order of the EROFS devices. Its own is among them unless it is empty.
+	// Arenas are the IDs of the rootfs whose arenas hold its contents, in the
+	// order of the EROFS devices. Its own is among them unless it is empty.
 	Arenas []digest.Digest `json:"arenas"`
 	// Placement is the SHA-256 of the file placement.
 	Placement string `json:"placement"`
@@ -160,10 +172,33 @@ type rootfsRecord struct {
 
 const rootfsVersion = 1
 
+// id names the rootfs's arena, for the gate, the keeper and other rootfs: its
+// chain ID, or that of its directory's name while there is a lender that was a
+// rootfs of the same chain ID.
+func (r *rootfs) id() digest.Digest {
+	name := filepath.Base(r.dir)
+	if hex, _, again := strings.Cut(name, "."); !again {
+		return digest.NewDigestFromEncoded(digest.SHA256, hex)
+	}
+	return digest.FromString(name)
+}
+
 func (r *rootfs) path(name string) string { return filepath.Join(r.dir, name) }
 
-func (n *Node) rootfsDir(chain digest.Digest) string {
-	return filepath.Join(n.opts.Root, "rootfs", chain.Encoded())
+// newDir returns the directory for a new rootfs: its chain ID, in hex, with a
+// number after a dot while a lender has that name.
+func (n *Node) newDir(chain digest.Digest) string {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	taken := make(map[string]bool)
+	for _, r := range n.lent {
+		taken[r.dir] = true
+	}
+	dir := filepath.Join(n.opts.Root, "rootfs", chain.Encoded())
+	for i, first := 2, dir; taken[dir]; i++ {
+		dir = fmt.Sprintf("%s.%d", first, i)
+	}
+	return dir
 }
 
 // placement says for every content of a TOC which arena holds it: an index into
@@ -203,15 +238,8 @@ func decodePlacement(b []byte, t *toc.TOC, arenas int) (placement, error) {
 	return p, nil
 }
 
-// own returns the index of the rootfs's own arena, or -1.
-func (r *rootfsRecord) own() int {
-	for i, c := range r.Arenas {
-		if c == r.ChainID {
-			return i
-		}
-	}
-	return -1
-}
+// own returns the index in rec.Arenas of the rootfs's own arena, or -1.
+func (r *rootfs) own() int { return slices.Index(r.rec.Arenas, r.id()) }
 
 func (r *rootfs) save() error { return r.write(&r.rec) }
 
@@ -236,7 +264,7 @@ func sum(b []byte) string {
 // A content that another arena holds whole is used in place. Called with
 // Node.layout held.
 func (n *Node) createRootfs(chain digest.Digest, encoded []byte, t *toc.TOC, p *pull) (_ *rootfs, _ placement, err error) {
-	r := &rootfs{dir: n.rootfsDir(chain), filling: p, ready: make(chan struct{})}
+	r := &rootfs{dir: n.newDir(chain), filling: p, ready: make(chan struct{})}
 	r.rec = rootfsRecord{
 		Version: rootfsVersion,
 		ChainID: chain,
@@ -265,7 +293,7 @@ func (n *Node) createRootfs(chain digest.Digest, encoded []byte, t *toc.TOC, p *
 	n.at("toc")
 
 	place := n.place(r, t, p)
-	own := r.rec.own()
+	own := r.own()
 	layout, err := arena.NewLayout(t, func(c int) bool { return own >= 0 && int(place[c]) == own })
 	if err != nil {
 		return nil, nil, err
@@ -325,7 +353,7 @@ func (n *Node) place(r *rootfs, t *toc.TOC, p *pull) placement {
 		if !found {
 			continue
 		}
-		r.rec.Arenas = append(r.rec.Arenas, other.rec.ChainID)
+		r.rec.Arenas = append(r.rec.Arenas, other.id())
 		rest := left[:0]
 		for _, c := range left {
 			if place[c] == unplaced {
@@ -336,7 +364,7 @@ func (n *Node) place(r *rootfs, t *toc.TOC, p *pull) placement {
 	}
 	if len(left) > 0 {
 		own := uint16(len(r.rec.Arenas))
-		r.rec.Arenas = append(r.rec.Arenas, r.rec.ChainID)
+		r.rec.Arenas = append(r.rec.Arenas, r.id())
 		for _, c := range left {
 			place[c] = own
 		}
@@ -353,15 +381,22 @@ func (n *Node) lenders(p *pull) []*rootfs {
 	var list []*rootfs
 	for _, r := range n.rootfs {
 		if r.contents != nil && r.broken == nil && r.committed {
-			p.use(r)
 			list = append(list, r)
 		}
+	}
+	for _, r := range n.lent {
+		if r.contents != nil && r.broken == nil && r.lender.exact {
+			list = append(list, r)
+		}
+	}
+	for _, r := range list {
+		p.use(r)
 	}
 	slices.SortFunc(list, func(a, b *rootfs) int {
 		if c := cmp.Compare(b.contents.len(), a.contents.len()); c != 0 {
 			return c
 		}
-		return cmp.Compare(a.rec.ChainID, b.rec.ChainID)
+		return cmp.Compare(a.id(), b.id())
 	})
 	return list
 }
@@ -371,7 +406,7 @@ func (n *Node) lenders(p *pull) []*rootfs {
 const maxArenas = 1000
 
 // name is what gate and keeper know the arena by.
-func (r *rootfs) name() string { return r.rec.ChainID.Encoded() }
+func (r *rootfs) name() string { return r.id().Encoded() }
 
 // mountRootfs writes the metadata image of a rootfs and mounts it. After it the
 // rootfs is committed: a new daemon goes on with it.
@@ -426,10 +461,8 @@ func (n *Node) writeMeta(r *rootfs, t *toc.TOC, place placement) (string, error)
 	opts := erofs.Options{}
 	for i, c := range r.rec.Arenas {
 		other := r
-		if c != r.rec.ChainID {
-			n.mu.Lock()
-			other = n.rootfs[c]
-			n.mu.Unlock()
+		if c != r.id() {
+			other = n.arenaOf(c)
 		}
 		if other == nil || other.contents == nil {
 			return "", fmt.Errorf("the arena of rootfs %s, which holds some of its contents, is gone: pull the image again", c)
@@ -475,8 +508,10 @@ func (n *Node) writeMeta(r *rootfs, t *toc.TOC, place placement) (string, error)
 // refers to it, and it is in no map. Called with Node.layout held.
 func (n *Node) discard(r *rootfs) {
 	// The record first: what a crash leaves is a leftover.
-	if err := os.Remove(r.path("rootfs.json")); err != nil && !errors.Is(err, os.ErrNotExist) {
-		n.log.Warn("remove what is left of a rootfs", "rootfs", r.rec.ChainID, "error", err)
+	for _, name := range []string{"rootfs.json", lenderRecord} {
+		if err := os.Remove(r.path(name)); err != nil && !errors.Is(err, os.ErrNotExist) {
+			n.log.Warn("remove what is left of a rootfs", "rootfs", r.rec.ChainID, "error", err)
+		}
 	}
 	n.at("discarding")
 	if r.arena != nil {
@@ -486,17 +521,8 @@ func (n *Node) discard(r *rootfs) {
 		_ = r.arena.Close()
 		r.arena = nil
 	}
-	if r.retired != nil {
-		_ = r.retired.Close()
-		r.retired = nil
-	}
-	if r.kept != nil {
-		if err := n.keeper.Drop(n.ctx, gate.KeptArena+r.name()); err != nil {
-			n.log.Warn("take a descriptor from the keeper", "rootfs", r.rec.ChainID, "error", err)
-		}
-		_ = r.kept.Close()
-		r.kept = nil
-	}
+	n.dropKept(r)
+	r.closeRetired()
 	r.contents.close()
 	if err := os.RemoveAll(r.dir); err != nil {
 		n.log.Warn("remove what is left of a rootfs", "rootfs", r.rec.ChainID, "error", err)

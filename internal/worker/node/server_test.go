@@ -38,11 +38,12 @@ func blob(seed uint64, n int) string {
 }
 
 // some returns count files of some size each, whose bytes the seeds from first
-// on decide.
+// on decide: equal seeds and sizes, equal bytes.
 func some(first uint64, count, size int) files {
 	f := make(files)
 	for i := range count {
-		f[fmt.Sprintf("f%03d-%03d", first, i)] = blob(first+uint64(i), size+i)
+		seed := first + uint64(i)
+		f[fmt.Sprintf("f%03d-%03d", first, i)] = blob(seed, size+int(seed)-1)
 	}
 	return f
 }

@@ -89,14 +89,14 @@ type verifier struct {
 
 // arena verifies the contents that lie in the arena of one rootfs.
 func (v *verifier) arena(ctx context.Context, chain digest.Digest, here []int32) (failed error) {
+	r := v.n.arenaOf(chain)
 	v.n.mu.Lock()
-	r := v.n.rootfs[chain]
 	if r == nil || r.contents == nil {
 		v.n.mu.Unlock()
 		return errorf(api.CodeCorrupt, "the arena of rootfs %s is gone: remove the image with `foil rm` and pull it again", chain)
 	}
 	r.users++
-	file, present := r.reader(), r.holder()
+	file, present, contents := r.reader(), r.holder(), r.contents
 	v.n.mu.Unlock()
 	defer func() {
 		failed = errors.Join(failed, file.Close())
@@ -107,7 +107,7 @@ func (v *verifier) arena(ctx context.Context, chain digest.Digest, here []int32)
 	id := func(c int32) *segment.ID { return &v.t.Contents[c].ID }
 	sortByID(here, id)
 	found := 0
-	r.contents.join(here, id, func(c int32, off int64, piece bool) {
+	contents.join(here, id, func(c int32, off int64, piece bool) {
 		if piece || failed != nil {
 			return
 		}
@@ -204,7 +204,7 @@ func (r *rootfs) loadPlacement(t *toc.TOC) (placement, error) {
 
 // layout returns the layout of the rootfs's own arena.
 func (r *rootfs) layout(t *toc.TOC, place placement) (*arena.Layout, error) {
-	own := r.rec.own()
+	own := r.own()
 	return arena.NewLayout(t, func(c int) bool { return own >= 0 && int(place[c]) == own })
 }
 
