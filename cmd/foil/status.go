@@ -107,6 +107,16 @@ func statusLines(st *api.Status, width int) []string {
 	}
 	lines := []string{fmt.Sprintf("daemon %s, process %d, since %s; gate %s, keeper %s",
 		st.Version, st.PID, localTime(st.Started), st.Gate, keeper)}
+	for _, server := range st.Servers {
+		line := "no connection to " + server.URL
+		switch {
+		case server.WarmUp > 0:
+			line = fmt.Sprintf("connected to %s, warmed up with %s at %s/s", server.URL, progress.Bytes(server.WarmUp), progress.Bytes(int64(server.Rate)))
+		case server.Warm:
+			line = "connected to " + server.URL
+		}
+		lines = append(lines, line)
+	}
 	for _, p := range st.Pulls {
 		t := transfer(p.Event)
 		t.Rate = p.Rate

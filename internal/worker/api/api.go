@@ -126,9 +126,21 @@ type Status struct {
 	Gate    string       `json:"gate"`   // fanotify
 	Keeper  int          `json:"keeper"` // process ID, 0: none
 	Pulls   []PullStatus `json:"pulls"`
+	// Servers are those to which a connection is kept.
+	Servers []ServerStatus `json:"servers,omitempty"`
 	// Warnings are what an operator should know, e.g. mounts that could not be
 	// taken over after a crash.
 	Warnings []string `json:"warnings,omitempty"`
+}
+
+// ServerStatus is a server to which a connection is kept.
+type ServerStatus struct {
+	URL string `json:"url"`
+	// Warm says that the connection is there and was warmed up, with WarmUp
+	// bytes, of which the fastest came at Rate bytes a second.
+	Warm   bool    `json:"warm"`
+	WarmUp int64   `json:"warm_up_bytes"`
+	Rate   float64 `json:"rate"`
 }
 
 // PullStatus is one running or finished pull.

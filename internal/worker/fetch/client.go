@@ -57,7 +57,8 @@ type Client struct {
 	base *url.URL
 	log  *slog.Logger
 
-	dials atomic.Int64 // connections made
+	dials atomic.Int64            // connections made
+	kept  atomic.Pointer[Warming] // of the connection that Keep holds open
 
 	mu     sync.Mutex
 	link   *link // for new requests

@@ -53,6 +53,16 @@ func (c *Client) Warm(ctx context.Context, most int64) (Warming, error) {
 	return w, nil
 }
 
+// Kept returns the warm-up of the connection that Keep holds open; false while it has
+// none.
+func (c *Client) Kept() (Warming, bool) {
+	w := c.kept.Load()
+	if w == nil {
+		return Warming{}, false
+	}
+	return *w, true
+}
+
 // padding has the server send n bytes.
 func (c *Client) padding(ctx context.Context, n int64) (int64, error) {
 	r, err := c.post(ctx, bundle.WarmPath, bundle.Warm{Bytes: n})
@@ -72,17 +82,20 @@ func (c *Client) padding(ctx context.Context, n int64) (int64, error) {
 // again when it was lost.
 func (c *Client) Keep(ctx context.Context, most int64) {
 	var warmed int64 // the connection that was, by number
+	defer c.kept.Store(nil)
 	for pause := time.Second; ; {
 		_, err := c.padding(ctx, 0)
 		var status *StatusError
 		if errors.As(err, &status) {
 			err = nil // a server that knows no warming, but there it is
 			warmed = c.dials.Load()
+			c.kept.Store(&Warming{})
 		}
 		if n := c.dials.Load(); err == nil && n != warmed {
 			var w Warming
 			if w, err = c.Warm(ctx, most); err == nil {
 				warmed = c.dials.Load()
+				c.kept.Store(&w)
 				c.log.Info("connected", "server", c.base.Redacted(), "warm_up_bytes", w.Bytes, "bytes_per_second", int64(w.Rate))
 			}
 		}
@@ -91,6 +104,7 @@ func (c *Client) Keep(ctx context.Context, most int64) {
 			if ctx.Err() != nil {
 				return
 			}
+			c.kept.Store(nil)
 			c.log.Debug("no connection", "server", c.base.Redacted(), "error", err, "pause", pause)
 			wait = pause + rand.N(pause/2)
 			pause = min(2*pause, time.Minute)

@@ -102,8 +102,20 @@ func TestKeep(t *testing.T) {
 	for range 2 { // the first use, and the warm-up
 		<-s.more
 	}
+	for {
+		if w, ok := c.Kept(); ok {
+			if w.Bytes != warmStep {
+				t.Errorf("warmed up with %d bytes", w.Bytes)
+			}
+			break
+		}
+		time.Sleep(time.Millisecond)
+	}
 	cancel()
 	<-done
+	if _, ok := c.Kept(); ok {
+		t.Error("kept after the end")
+	}
 	if got := s.all(); len(got) != 2 || got[0] != 0 || got[1] != warmStep {
 		t.Errorf("asked for %v", got)
 	}

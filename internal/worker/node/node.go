@@ -351,6 +351,10 @@ func (n *Node) Status(context.Context) (*api.Status, error) {
 	}
 	n.mu.Lock()
 	s.Warnings = slices.Clone(n.warnings)
+	for _, base := range n.opts.Connect {
+		w, ok := n.clients[base].Kept()
+		s.Servers = append(s.Servers, api.ServerStatus{URL: n.clients[base].Base(), Warm: ok, WarmUp: w.Bytes, Rate: w.Rate})
+	}
 	pulls := make([]*pull, 0, len(n.pulls))
 	for _, p := range n.pulls {
 		pulls = append(pulls, p)
