@@ -6,7 +6,7 @@
 //
 // arena is the sparse file. Its contents lie as Layout says. Holes are never
 // written; the padding after a content is written together with its last
-// segment, as zeros.
+// segment or page, as zeros.
 //
 // presence is the presence map, mapped shared by the daemon: what it holds
 // survives the daemon, but it may reach the disk before the bytes that it
@@ -14,7 +14,7 @@
 // little-endian:
 //
 //	  0  8  magic "HFPRESNC"
-//	  8  4  version, 1
+//	  8  4  version, 2
 //	 12  4  block size, 4096
 //	 16 32  digest of the layout
 //	 48 16  boot ID (/proc/sys/kernel/random/boot_id)
@@ -24,32 +24,44 @@
 //	 88  4  offset of the maps, 4096
 //	 92  4  CRC-32C of bytes 0 to 91
 //	 96     zeros up to 4096
-//	4096    one bit a segment, in 64-bit words
-//	        one bit a block, in 64-bit words
+//	4096    one bit a segment, in 64-bit words: segments
+//	        one bit a block, in 64-bit words: blocks
+//	        one bit a block, in 64-bit words: runs
 //
 // Bit i is bit i%64 of word i/64. The words of the maps are in the host's byte
 // order: they are touched by atomic instructions and never leave the host. Unused bits are 0.
 //
 // The bit of a segment is set after its bytes were compared with its ID and
 // written; the bit of a block is set after those of all segments with bytes in
-// the block. The two maps therefore confirm each other. A segment whose
-// blocks are not all marked (the daemon died between the two) is not believed; a
-// block marked without its segments is corruption, and nothing in the file is
-// believed.
+// the block, or after its bit of the runs, which says that a page run wrote it,
+// after it was compared with the run's digest. The maps therefore confirm each other. A segment whose
+// blocks are not all marked (the daemon died between the two) is not believed,
+// nor is a bit of the runs whose block is not marked; a
+// block marked without its segments and without its bit of the runs is
+// corruption, and nothing in the file is believed.
 //
-// durable is what of it survives a power cut: the segments whose bits were set
+// Page runs and segments say the same bytes in two ways, and cut points of segments are not at
+// page boundaries. So whatever comes second is compared with what is here,
+// byte for byte, before anything of it is written (ErrContradiction), and a
+// segment whose last block is written by a page run is read, compared with its
+// ID and marked.
+//
+// durable is what of it survives a power cut: the segments and runs whose bits were set
 // before the last fdatasync of the arena began. It is replaced by rename. Integers, and the words of
-// its map, are little-endian:
+// its maps, are little-endian:
 //
 //	 0  8  magic "HFDURABL"
-//	 8  4  version, 1
+//	 8  4  version, 2
 //	12  4  block size, 4096
 //	16 32  digest of the layout
 //	48  8  size of the arena, bytes
 //	56  8  number of segments
 //	64  8  number of blocks
-//	72     one bit a segment, in 64-bit words
+//	72     one bit a segment, in 64-bit words: segments
+//	       one bit a block, in 64-bit words: runs
 //	   32  SHA-256 of everything before
+//
+// Version 1 of both files had no runs. It is read, and written no more.
 //
 // Open believes presence in the boot that wrote it, else durable, else nothing.
 // What can be believed is decided by the files alone; what an arena should hold
@@ -63,7 +75,6 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
-	"slices"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -98,8 +109,13 @@ type Arena struct {
 	maps   *presence
 	closed bool
 
+	// contents guard what is written to a content, by its number: segments go
+	// side by side, a page run goes alone. They are taken before mu.
+	contents [64]sync.RWMutex
+
 	missing atomic.Int64 // segments
 	here    atomic.Int64 // bytes of contents
+	written atomic.Int64 // bytes, since Open
 	done    chan struct{}
 	once    sync.Once // closes done
 
@@ -107,8 +123,8 @@ type Arena struct {
 
 	sync struct {
 		sync.Mutex
-		last    []uint64 // segments in the durable file; nil: none is there
-		failure error    // of the first fdatasync that failed
+		last    held  // what is in the durable file; nil: none is there
+		failure error // of the first fdatasync that failed
 	}
 }
 
@@ -223,7 +239,7 @@ func open(dir string, f *os.File, l *Layout, boot bootID) (*Arena, error) {
 		// Created by a daemon that a power cut or a crash then stopped, or cut
 		// by someone else. Its maps speak of bytes that are gone.
 		a.doubt = fmt.Sprintf("the arena file is %d bytes long, want %d: nothing in it is believed", st.Size(), l.size)
-		have, durable = nil, nil
+		have, durable = held{}, held{}
 		p.distrust()
 		if err := f.Truncate(0); err != nil {
 			return nil, errors.Join(err, p.close())
@@ -248,16 +264,17 @@ func open(dir string, f *os.File, l *Layout, boot bootID) (*Arena, error) {
 	a.sync.last = durable
 	a.here.Store(bytes)
 	a.missing.Store(int64(l.Segments() - segments))
+	a.finish()
 	if a.Complete() {
 		a.once.Do(func() { close(a.done) })
 	}
 	return a, nil
 }
 
-func readDurable(dir string, l *Layout) ([]uint64, error) {
+func readDurable(dir string, l *Layout) (held, error) {
 	b, err := os.ReadFile(filepath.Join(dir, durableName))
 	if err != nil {
-		return nil, err
+		return held{}, err
 	}
 	return decodeDurable(b, l)
 }
@@ -301,6 +318,10 @@ func (a *Arena) Missing() int { return int(a.missing.Load()) }
 // of Layout().ContentBytes().
 func (a *Arena) ContentHere() int64 { return a.here.Load() }
 
+// Written returns how many bytes have been written to the arena since it was
+// opened, padding not counted.
+func (a *Arena) Written() int64 { return a.written.Load() }
+
 // Present reports whether every block of [off, off+n) is present. What lies
 // outside of the arena is.
 func (a *Arena) Present(off, n int64) bool {
@@ -340,7 +361,11 @@ func (a *Arena) AbsentSegments(dst []int, off, n int64) []int {
 		return dst
 	}
 	for i := nextClear(a.maps.segments, first, end); i < end; i = nextClear(a.maps.segments, i+1, end) {
-		dst = append(dst, i)
+		// Its blocks in the range may be here by page runs.
+		lo, hi := max(from, int(a.layout.offsets[i]/BlockSize)), min(to, int((a.layout.end(i)-1)/BlockSize)+1)
+		if nextClear(a.maps.blocks, lo, hi) < hi {
+			dst = append(dst, i)
+		}
 	}
 	return dst
 }
@@ -409,18 +434,15 @@ func (a *Arena) Sync(ctx context.Context) error {
 	}
 	a.mu.RLock()
 	closed := a.closed
-	var now []uint64
+	var now held
 	if !closed {
-		now = make([]uint64, len(a.maps.segments))
-		for i := range now {
-			now[i] = atomic.LoadUint64(&a.maps.segments[i])
-		}
+		now = a.maps.held()
 	}
 	a.mu.RUnlock()
 	if closed {
 		return fmt.Errorf("sync arena %s: %w", a.dir, ErrClosed)
 	}
-	if a.sync.last != nil && slices.Equal(now, a.sync.last) {
+	if a.sync.last.segments != nil && now.equal(a.sync.last) {
 		return nil
 	}
 	var err error

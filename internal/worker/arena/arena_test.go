@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"io/fs"
+	gomaps "maps"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
@@ -20,6 +21,7 @@ import (
 
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/format/toc"
+	"hydrofoil.dev/foil/internal/format/trace"
 )
 
 // piece is a segment of a test's content: n bytes that seed decides, or n zeros
@@ -295,7 +297,7 @@ func TestWriteSegment(t *testing.T) {
 	}
 }
 
-// TestAnyOrder writes segments in any order, dies at any point, with and
+// TestAnyOrder writes segments and page runs in any order, dies at any point, with and
 // without the host, and compares what is then believed with what was written.
 func TestAnyOrder(t *testing.T) {
 	tmp := t.TempDir()
@@ -320,6 +322,8 @@ func TestAnyOrder(t *testing.T) {
 		}
 		defer func() { a.Close() }()
 		have, durable := map[segment.ID]bool{{}: true}, map[segment.ID]bool{{}: true}
+		runs, durableRuns := map[int64]bool{}, map[int64]bool{} // by block
+		all := contents(l, data)
 		check := func(t *rapid.T) {
 			missing, here := 0, int64(0)
 			for i := range l.Segments() {
@@ -329,8 +333,21 @@ func TestAnyOrder(t *testing.T) {
 				}
 				if !have[s.ID] {
 					missing++
-				} else {
-					here += int64(s.Length)
+				}
+				end := s.Offset + int64(s.Length)
+				for at := s.Offset; at < end; {
+					next := min(end, (at/BlockSize+1)*BlockSize)
+					if have[s.ID] || runs[at/BlockSize] {
+						here += next - at
+					}
+					at = next
+				}
+			}
+			said := map[int64]bool{}
+			for _, r := range a.PresentRuns() {
+				off, _ := l.Offset(int(r.Content))
+				for b := range int64(r.Blocks) {
+					said[off/BlockSize+int64(r.First)+b] = true
 				}
 			}
 			for b := range l.Blocks() {
@@ -341,8 +358,17 @@ func TestAnyOrder(t *testing.T) {
 						want = want && have[s.ID]
 					}
 				}
-				if got := a.Present(b*BlockSize, 1); got != want {
-					t.Fatalf("block %d present: %v, want %v", b, got, want)
+				if got := a.Present(b*BlockSize, 1); got != (want || runs[b]) {
+					t.Fatalf("block %d present: %v, want %v", b, got, want || runs[b])
+				}
+				if said[b] != (runs[b] && !want) {
+					t.Fatalf("block %d is in PresentRuns: %v", b, said[b])
+				}
+				if runs[b] {
+					got := make([]byte, BlockSize)
+					if _, err := a.File().ReadAt(got, b*BlockSize); err != nil || !bytes.Equal(got, all[b*BlockSize:][:BlockSize]) {
+						t.Fatalf("block %d is wrong: %v", b, err)
+					}
 				}
 			}
 			if a.Missing() != missing || a.ContentHere() != here || a.Complete() != (missing == 0) || a.Doubt() != "" {
@@ -375,18 +401,12 @@ func TestAnyOrder(t *testing.T) {
 				if err := a.Sync(context.Background()); err != nil {
 					t.Fatal(err)
 				}
-				durable = map[segment.ID]bool{}
-				for id := range have {
-					durable[id] = true
-				}
+				durable, durableRuns = gomaps.Clone(have), gomaps.Clone(runs)
 			},
 			"daemon dies": func(*rapid.T) { reopen() },
 			"host dies": func(*rapid.T) {
 				boot[0]++
-				have = map[segment.ID]bool{}
-				for id := range durable {
-					have[id] = true
-				}
+				have, runs = gomaps.Clone(durable), gomaps.Clone(durableRuns)
 				reopen()
 			},
 		}
@@ -401,6 +421,47 @@ func TestAnyOrder(t *testing.T) {
 					t.Fatal(err)
 				}
 				have[segment.Sum(b)] = true
+			}
+			actions["write run"] = func(t *rapid.T) {
+				k := rapid.IntRange(0, l.Contents()-1).Draw(t, "content")
+				content := int(l.contents[k].content)
+				size := c.Contents[content].Size
+				r := trace.Run{Content: uint32(content), First: rapid.Uint32Range(0, trace.Pages(size)-1).Draw(t, "first")}
+				r.Blocks = rapid.Uint32Range(1, trace.Pages(size)-r.First).Draw(t, "blocks")
+				at, _ := l.Offset(content)
+				held := map[int64]bool{} // blocks
+				for b := range l.Blocks() {
+					held[b] = a.Present(b*BlockSize, 1)
+				}
+				off, n := r.Range(size)
+				b := all[at+off:][:n]
+				completed, err := a.WriteRun(r, segment.Sum(b), b)
+				if err != nil {
+					t.Fatal(err)
+				}
+				covered := func(s Segment) bool {
+					for b := s.Offset / BlockSize; b*BlockSize < s.Offset+int64(s.Length); b++ {
+						if !runs[b] {
+							return false
+						}
+					}
+					return true
+				}
+				for b := (at + off) / BlockSize; b < (at+off+n+BlockSize-1)/BlockSize; b++ {
+					runs[b] = runs[b] || !held[b]
+				}
+				var want []int
+				for i := range l.Segments() {
+					if s := l.Segment(i); !have[s.ID] && covered(s) {
+						want = append(want, i)
+					}
+				}
+				for _, i := range want {
+					have[l.Segment(i).ID] = true
+				}
+				if d := cmp.Diff(want, completed); d != "" {
+					t.Fatalf("completed: %s", d)
+				}
 			}
 		}
 		t.Repeat(actions)
@@ -459,8 +520,27 @@ func TestConcurrent(t *testing.T) {
 			}
 		})
 	}
+	for g := range 2 {
+		order := rand.New(rand.NewPCG(5, uint64(g))).Perm(len(c.Contents))
+		writers.Go(func() {
+			for _, i := range order {
+				at, _ := l.Offset(i)
+				for first := range trace.Pages(c.Contents[i].Size) {
+					r := trace.Run{Content: uint32(i), First: first, Blocks: 1}
+					off, n := r.Range(c.Contents[i].Size)
+					b := want[at+off:][:n]
+					if _, err := a.WriteRun(r, segment.Sum(b), b); err != nil {
+						t.Error(err)
+					}
+				}
+			}
+		})
+	}
 	readers.Wait()
 	writers.Wait()
+	if n := a.ContentHere(); n != l.ContentBytes() {
+		t.Errorf("%d bytes here, of %d", n, l.ContentBytes())
+	}
 	if !a.Complete() || a.waits.n.Load() != 0 || len(a.waits.byBlock) != 0 {
 		t.Errorf("complete %v, %d waiters left in %d blocks", a.Complete(), a.waits.n.Load(), len(a.waits.byBlock))
 	}

@@ -11,6 +11,7 @@ import (
 	"math/bits"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"unsafe"
@@ -21,11 +22,12 @@ import (
 const (
 	presenceMagic = "HFPRESNC"
 	durableMagic  = "HFDURABL"
-	mapsVersion   = 1
+	mapsVersion   = 2
+	oldVersion    = 1 // the same without runs
 
 	presenceHeader = 4096 // bytes before the maps
 	presenceUsed   = 92   // bytes of it before its checksum
-	durableHeader  = 72   // bytes before the map
+	durableHeader  = 72   // bytes before the maps
 )
 
 var crcTable = crc32.MakeTable(crc32.Castagnoli)
@@ -50,18 +52,41 @@ func thisBoot() (bootID, error) {
 // words is how many 64-bit words hold n bits.
 func words(n int) int { return (n + 63) / 64 }
 
-// maps is the presence map in memory: one bit a segment, one bit a block. Words
+// maps is the presence map in memory: one bit a segment, two bits a block. Words
 // are only touched atomically.
 type maps struct {
 	segments []uint64
-	blocks   []uint64
+	blocks   []uint64 // present
+	runs     []uint64 // present because a page run wrote it
 }
 
 func newMaps(l *Layout) maps {
-	return maps{
-		segments: make([]uint64, words(l.Segments())),
-		blocks:   make([]uint64, words(int(l.Blocks()))),
+	k := words(int(l.Blocks()))
+	return maps{segments: make([]uint64, words(l.Segments())), blocks: make([]uint64, k), runs: make([]uint64, k)}
+}
+
+// held is what is believed to be in an arena: segments, and blocks written by
+// page runs. Without words it is nothing.
+type held struct {
+	segments []uint64
+	runs     []uint64
+}
+
+func (h held) equal(o held) bool {
+	return slices.Equal(h.segments, o.segments) && slices.Equal(h.runs, o.runs)
+}
+
+// held returns what the maps hold now. Segments are read first: who completes
+// one from runs marks them before it.
+func (m maps) held() held {
+	h := held{make([]uint64, len(m.segments)), make([]uint64, len(m.runs))}
+	for i := range h.segments {
+		h.segments[i] = atomic.LoadUint64(&m.segments[i])
 	}
+	for i := range h.runs {
+		h.runs[i] = atomic.LoadUint64(&m.runs[i])
+	}
+	return h
 }
 
 func bit(w []uint64, i int) bool { return atomic.LoadUint64(&w[i/64])>>(i%64)&1 != 0 }
@@ -85,6 +110,18 @@ func setBits(w []uint64, from, to int) {
 func nextClear(w []uint64, from, to int) int {
 	for from < to {
 		v := ^atomic.LoadUint64(&w[from/64]) >> (from % 64)
+		if v != 0 {
+			return min(from+bits.TrailingZeros64(v), to)
+		}
+		from += 64 - from%64
+	}
+	return to
+}
+
+// nextSet returns the first set bit in [from, to), or to.
+func nextSet(w []uint64, from, to int) int {
+	for from < to {
+		v := atomic.LoadUint64(&w[from/64]) >> (from % 64)
 		if v != 0 {
 			return min(from+bits.TrailingZeros64(v), to)
 		}
@@ -132,51 +169,91 @@ func (m maps) blockHere(l *Layout, i, block int) bool {
 	return true
 }
 
-// fill makes m the maps of exactly the segments in have (little-endian words)
-// and of all holes, and returns their number and bytes.
-func (m maps) fill(l *Layout, have []uint64) (segments int, bytes int64) {
+// inRuns returns how many bytes of segment i lie in blocks that page runs wrote.
+func (m maps) inRuns(l *Layout, i int) (n int64) {
+	off, end := l.offsets[i], l.end(i)
+	from, to := int(off/BlockSize), int((end-1)/BlockSize)+1
+	for b := nextSet(m.runs, from, to); b < to; b = nextSet(m.runs, b, to) {
+		e := nextClear(m.runs, b, to)
+		n += min(end, int64(e)*BlockSize) - max(off, int64(b)*BlockSize)
+		b = e
+	}
+	return n
+}
+
+// absentIn returns how many bytes of block belong to absent segments.
+func (m maps) absentIn(l *Layout, block int) (n int64) {
+	lo, hi := int64(block)*BlockSize, int64(block+1)*BlockSize
+	first, end := l.SegmentsIn(lo, BlockSize)
+	for i := first; i < end; i++ {
+		if !bit(m.segments, i) {
+			n += min(hi, l.end(i)) - max(lo, l.offsets[i])
+		}
+	}
+	return n
+}
+
+// fill makes m the maps of exactly what have says (little-endian words) and of
+// all holes, and returns how many segments are present, and how many bytes of
+// contents.
+func (m maps) fill(l *Layout, have held) (segments int, bytes int64) {
 	clear(m.segments)
 	clear(m.blocks)
+	clear(m.runs)
 	for i := range l.ids {
-		if l.ids[i].IsHole() || have != nil && have[i/64]>>(i%64)&1 != 0 {
+		if l.ids[i].IsHole() || have.segments != nil && have.segments[i/64]>>(i%64)&1 != 0 {
 			m.mark(l, i)
 			segments++
 			bytes += int64(l.lengths[i])
+		}
+	}
+	for k, w := range have.runs {
+		// What segments hold needs no run any more.
+		for w &^= m.blocks[k]; w != 0; w &= w - 1 {
+			b := k*64 + bits.TrailingZeros64(w)
+			bytes += m.absentIn(l, b)
+			setBit(m.runs, b)
+			setBit(m.blocks, b)
 		}
 	}
 	return segments, bytes
 }
 
 // check compares maps found in a file with what marking could have left there,
-// and returns the segments to believe in. When a process dies in the middle of
-// marking, a segment's bit is set and bits of its blocks are not: such a segment
-// is not believed. Anything else that does not fit is corruption.
-func (m maps) check(l *Layout) (have []uint64, err error) {
-	have = append([]uint64(nil), m.segments...)
-	if n := l.Segments(); n%64 != 0 && have[n/64]>>(n%64) != 0 {
-		return nil, errors.New("bits are set after the last segment")
+// and returns what to believe in. When a process dies in the middle of
+// marking, a segment's bit is set and bits of its blocks are not, or a block's bit of the runs
+// is set and it is not marked present: these are not believed. Anything else that does not fit is
+// corruption.
+func (m maps) check(l *Layout) (held, error) {
+	have := m.held()
+	if n := l.Segments(); n%64 != 0 && have.segments[n/64]>>(n%64) != 0 {
+		return held{}, errors.New("bits are set after the last segment")
 	}
 	for i := range l.ids {
 		if l.ids[i].IsHole() {
-			if !bit(have, i) {
-				return nil, fmt.Errorf("segment %d, a hole, is marked absent", i)
+			if !bit(have.segments, i) {
+				return held{}, fmt.Errorf("segment %d, a hole, is marked absent", i)
 			}
 		}
 	}
-	want := maps{segments: have, blocks: make([]uint64, len(m.blocks))}
+	want := maps{segments: have.segments, blocks: make([]uint64, len(m.blocks))}
 	for i := range l.ids {
-		if bit(have, i) {
+		if bit(have.segments, i) {
 			want.mark(l, i)
 		}
 	}
 	for k := range m.blocks {
-		if extra := m.blocks[k] &^ want.blocks[k]; extra != 0 {
-			return nil, fmt.Errorf("block %d is marked present, a segment in it is not", k*64+bits.TrailingZeros64(extra))
+		have.runs[k] &= m.blocks[k]
+		if extra := m.blocks[k] &^ (want.blocks[k] | have.runs[k]); extra != 0 {
+			return held{}, fmt.Errorf("block %d is marked present, no page run wrote it and a segment in it is not", k*64+bits.TrailingZeros64(extra))
 		}
 	}
-	torn := make([]uint64, len(have))
+	if n := int(l.Blocks()); n%64 != 0 && have.runs[n/64]>>(n%64) != 0 {
+		return held{}, errors.New("bits are set after the last block")
+	}
+	torn := make([]uint64, len(have.segments))
 	for i := range l.ids {
-		if !bit(have, i) || l.ids[i].IsHole() {
+		if !bit(have.segments, i) || l.ids[i].IsHole() {
 			continue
 		}
 		from, to := int(l.offsets[i]/BlockSize), int((l.end(i)-1)/BlockSize)+1
@@ -187,8 +264,8 @@ func (m maps) check(l *Layout) (have []uint64, err error) {
 			}
 		}
 	}
-	for k := range have {
-		have[k] &^= torn[k]
+	for k := range have.segments {
+		have.segments[k] &^= torn[k]
 	}
 	return have, nil
 }
@@ -200,14 +277,17 @@ type presence struct {
 }
 
 func presenceSize(l *Layout) int64 {
-	return presenceHeader + 8*int64(words(l.Segments())) + 8*int64(words(int(l.Blocks())))
+	return presenceHeader + 8*int64(words(l.Segments())) + 16*int64(words(int(l.Blocks())))
 }
 
-// header writes the header of l's presence file for a boot.
-func presenceHead(l *Layout, boot bootID) []byte {
+// oldPresenceSize is that of version 1.
+func oldPresenceSize(l *Layout) int64 { return presenceSize(l) - 8*int64(words(int(l.Blocks()))) }
+
+// presenceHead writes the header of l's presence file for a boot.
+func presenceHead(version uint32, l *Layout, boot bootID) []byte {
 	b := make([]byte, presenceUsed+4)
 	copy(b, presenceMagic)
-	binary.LittleEndian.PutUint32(b[8:], mapsVersion)
+	binary.LittleEndian.PutUint32(b[8:], version)
 	binary.LittleEndian.PutUint32(b[12:], BlockSize)
 	copy(b[16:], l.digest[:])
 	copy(b[48:], boot[:])
@@ -223,29 +303,34 @@ func presenceHead(l *Layout, boot bootID) []byte {
 var errOtherBoot = errors.New("of an earlier boot")
 
 // checkPresence says why the bytes of a presence file cannot be believed, or
-// returns the segments that they mark.
-func checkPresence(b []byte, l *Layout, boot bootID) ([]uint64, error) {
+// returns what they mark.
+func checkPresence(b []byte, l *Layout, boot bootID) (held, error) {
 	if int64(len(b)) != presenceSize(l) {
-		return nil, fmt.Errorf("%d bytes long, want %d", len(b), presenceSize(l))
+		return held{}, fmt.Errorf("%d bytes long, want %d", len(b), presenceSize(l))
 	}
 	if string(b[:8]) != presenceMagic {
-		return nil, errors.New("not a presence map, or one that was being made")
+		return held{}, errors.New("not a presence map, or one that was being made")
 	}
 	if binary.LittleEndian.Uint32(b[presenceUsed:]) != crc32.Checksum(b[:presenceUsed], crcTable) {
-		return nil, errors.New("its header's checksum is wrong")
+		return held{}, errors.New("its header's checksum is wrong")
 	}
-	if v := binary.LittleEndian.Uint32(b[8:]); v != mapsVersion {
-		return nil, fmt.Errorf("version %d, want %d", v, mapsVersion)
+	version := binary.LittleEndian.Uint32(b[8:])
+	if version != mapsVersion && version != oldVersion {
+		return held{}, fmt.Errorf("version %d, want %d", version, mapsVersion)
 	}
 	var found bootID
 	copy(found[:], b[48:])
-	if want := presenceHead(l, found); string(want) != string(b[:len(want)]) {
-		return nil, errors.New("of another layout")
+	if want := presenceHead(version, l, found); string(want) != string(b[:len(want)]) {
+		return held{}, errors.New("of another layout")
 	}
 	if found != boot {
-		return nil, errOtherBoot
+		return held{}, errOtherBoot
 	}
-	return presenceMaps(b, l).check(l)
+	m := presenceMaps(b, l)
+	if version == oldVersion {
+		m.runs = make([]uint64, len(m.blocks))
+	}
+	return m.check(l)
 }
 
 // presenceMaps returns the maps in the bytes of a presence file, in place when
@@ -256,8 +341,8 @@ func presenceMaps(b []byte, l *Layout) maps {
 	if n+k == 0 {
 		return maps{}
 	}
-	w := unsafe.Slice((*uint64)(unsafe.Pointer(unsafe.SliceData(b))), n+k)
-	return maps{segments: w[:n:n], blocks: w[n:]}
+	w := unsafe.Slice((*uint64)(unsafe.Pointer(unsafe.SliceData(b))), n+2*k)
+	return maps{segments: w[:n:n], blocks: w[n : n+k : n+k], runs: w[n+k:]}
 }
 
 // openPresence maps dir's presence file, creating it when it is missing, with a
@@ -272,7 +357,7 @@ func openPresence(dir string, l *Layout) (*presence, error) {
 	size := presenceSize(l)
 	if st, err := f.Stat(); err != nil {
 		return nil, err
-	} else if st.Size() != size {
+	} else if st.Size() != size && st.Size() != oldPresenceSize(l) {
 		// Whatever this was, it is not this arena's.
 		if err := f.Truncate(0); err != nil {
 			return nil, err
@@ -318,7 +403,7 @@ func (p *presence) distrust() { clear(p.mem[:presenceUsed+4]) }
 
 // trust makes the maps count for a boot.
 func (p *presence) trust(l *Layout, boot bootID) {
-	head := presenceHead(l, boot)
+	head := presenceHead(mapsVersion, l, boot)
 	// The magic comes last: until then the file is not a presence map.
 	copy(p.mem[8:], head[8:])
 	magic := (*uint64)(unsafe.Pointer(unsafe.SliceData(p.mem)))
@@ -332,51 +417,76 @@ func (p *presence) close() error {
 }
 
 // encodeDurable writes the durable file's bytes.
-func encodeDurable(l *Layout, segments []uint64) []byte {
-	b := make([]byte, durableHeader+8*len(segments)+sha256.Size)
+func encodeDurable(l *Layout, have held) []byte { return encodeDurableAs(mapsVersion, l, have) }
+
+func encodeDurableAs(version uint32, l *Layout, have held) []byte {
+	b := make([]byte, durableHeader, durableHeader+8*(len(have.segments)+len(have.runs))+sha256.Size)
 	copy(b, durableMagic)
-	binary.LittleEndian.PutUint32(b[8:], mapsVersion)
+	binary.LittleEndian.PutUint32(b[8:], version)
 	binary.LittleEndian.PutUint32(b[12:], BlockSize)
 	copy(b[16:], l.digest[:])
 	binary.LittleEndian.PutUint64(b[48:], uint64(l.size))
 	binary.LittleEndian.PutUint64(b[56:], uint64(l.Segments()))
 	binary.LittleEndian.PutUint64(b[64:], uint64(l.Blocks()))
-	for i, w := range segments {
-		binary.LittleEndian.PutUint64(b[durableHeader+8*i:], w)
+	for _, w := range have.segments {
+		b = binary.LittleEndian.AppendUint64(b, w)
 	}
-	end := len(b) - sha256.Size
-	sum := sha256.Sum256(b[:end])
-	copy(b[end:], sum[:])
-	return b
+	if version != oldVersion {
+		for _, w := range have.runs {
+			b = binary.LittleEndian.AppendUint64(b, w)
+		}
+	}
+	sum := sha256.Sum256(b)
+	return append(b, sum[:]...)
 }
 
-// decodeDurable reads what encodeDurable wrote for l.
-func decodeDurable(b []byte, l *Layout) ([]uint64, error) {
-	n := words(l.Segments())
-	if want := durableHeader + 8*n + sha256.Size; len(b) != want {
-		return nil, fmt.Errorf("%d bytes long, want %d", len(b), want)
+// decodeDurable reads what encodeDurable wrote for l, of either version.
+func decodeDurable(b []byte, l *Layout) (held, error) {
+	if len(b) < durableHeader+sha256.Size {
+		return held{}, fmt.Errorf("%d bytes long", len(b))
 	}
 	if string(b[:8]) != durableMagic {
-		return nil, errors.New("not a durable map")
+		return held{}, errors.New("not a durable map")
 	}
 	end := len(b) - sha256.Size
 	if sha256.Sum256(b[:end]) != [sha256.Size]byte(b[end:]) {
-		return nil, errors.New("its checksum is wrong")
+		return held{}, errors.New("its checksum is wrong")
 	}
-	if v := binary.LittleEndian.Uint32(b[8:]); v != mapsVersion {
-		return nil, fmt.Errorf("version %d, want %d", v, mapsVersion)
+	version := binary.LittleEndian.Uint32(b[8:])
+	n, k := words(l.Segments()), words(int(l.Blocks()))
+	want := durableHeader + 8*n + sha256.Size
+	switch version {
+	case oldVersion:
+	case mapsVersion:
+		want += 8 * k
+	default:
+		return held{}, fmt.Errorf("version %d, want %d", version, mapsVersion)
 	}
-	segments := make([]uint64, n)
-	for i := range segments {
-		segments[i] = binary.LittleEndian.Uint64(b[durableHeader+8*i:])
+	if len(b) != want {
+		return held{}, fmt.Errorf("%d bytes long, want %d", len(b), want)
 	}
-	if string(encodeDurable(l, segments)) != string(b) {
-		return nil, errors.New("of another layout")
+	have := held{make([]uint64, n), make([]uint64, k)}
+	at := durableHeader
+	for i := range have.segments {
+		have.segments[i] = binary.LittleEndian.Uint64(b[at:])
+		at += 8
 	}
-	if k := l.Segments(); k%64 != 0 && segments[k/64]>>(k%64) != 0 {
-		return nil, errors.New("bits are set after the last segment")
+	if version != oldVersion {
+		for i := range have.runs {
+			have.runs[i] = binary.LittleEndian.Uint64(b[at:])
+			at += 8
+		}
 	}
-	return segments, nil
+	if string(encodeDurableAs(version, l, have)) != string(b) {
+		return held{}, errors.New("of another layout")
+	}
+	if i := l.Segments(); i%64 != 0 && have.segments[i/64]>>(i%64) != 0 {
+		return held{}, errors.New("bits are set after the last segment")
+	}
+	if i := int(l.Blocks()); i%64 != 0 && have.runs[i/64]>>(i%64) != 0 {
+		return held{}, errors.New("bits are set after the last block")
+	}
+	return have, nil
 }
 
 // writeDurable replaces dir's durable file by b, so that after a power cut the

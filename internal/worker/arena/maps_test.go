@@ -12,11 +12,13 @@ import (
 
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/format/toc"
+	"hydrofoil.dev/foil/internal/format/trace"
 )
 
 var update = flag.Bool("update", false, "write the golden files")
 
-// goldenArena has its segments 0, 3 and 9 present and durable, and 1 present.
+// goldenArena has its segments 0, 3 and 9 and one page of 6 present and durable, and 1 and
+// another page of 6 present.
 func goldenArena(t *testing.T) (*Arena, bootID) {
 	c, data := example()
 	boot := bootID([]byte("one boot's ID..."))
@@ -30,13 +32,96 @@ func goldenArena(t *testing.T) (*Arena, bootID) {
 			t.Fatal(err)
 		}
 	}
+	all := contents(a.layout, data)
+	page := func(first uint32) {
+		off, _ := a.layout.Offset(2)
+		b := all[off+int64(first)*BlockSize:][:min(BlockSize, 14200-int(first)*BlockSize)]
+		if _, err := a.WriteRun(trace.Run{Content: 2, First: first, Blocks: 1}, segment.Sum(b), b); err != nil {
+			t.Fatal(err)
+		}
+	}
+	page(2)
 	if err := a.Sync(context.Background()); err != nil {
 		t.Fatal(err)
 	}
 	if err := a.WriteSegment(1, data[1]); err != nil {
 		t.Fatal(err)
 	}
+	page(3)
 	return a, boot
+}
+
+// TestVersion1 takes over the files of a daemon that knew no page runs, within
+// one boot and after it, and of one that died while it did so.
+func TestVersion1(t *testing.T) {
+	if binary.NativeEndian.Uint16([]byte{1, 0}) != 1 {
+		t.Skip("the golden presence map is of a little-endian host")
+	}
+	for _, tc := range []struct {
+		name     string
+		boot     string
+		grow     bool
+		segments int
+	}{
+		{"same boot", "one boot's ID...", false, 4},
+		{"grown already", "one boot's ID...", true, 4},
+		{"next boot", "another boot's..", false, 3},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			c, data := example()
+			l := layout(t, c, nil)
+			dir := t.TempDir()
+			for _, name := range []string{presenceName, durableName} {
+				b, err := os.ReadFile(filepath.Join("testdata", name+"-v1.golden"))
+				if err != nil {
+					t.Fatal(err)
+				}
+				if name == presenceName && tc.grow {
+					b = append(b, make([]byte, presenceSize(l)-int64(len(b)))...)
+				}
+				if err := os.WriteFile(filepath.Join(dir, name), b, 0o600); err != nil {
+					t.Fatal(err)
+				}
+			}
+			f, err := os.OpenFile(filepath.Join(dir, FileName), os.O_RDWR|os.O_CREATE, 0o600)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if _, err := f.WriteAt(contents(l, data), 0); err != nil {
+				t.Fatal(err)
+			}
+			a, err := open(dir, f, l, bootID([]byte(tc.boot)))
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer a.Close()
+			if n := l.Segments() - 2 - a.Missing(); n != tc.segments || a.Doubt() != "" {
+				t.Errorf("%d segments are believed, want %d, doubt %q", n, tc.segments, a.Doubt())
+			}
+			// From here on it is as if it had always been of this version.
+			off, _ := l.Offset(2)
+			b := contents(l, data)[off+2*BlockSize:][:BlockSize]
+			if _, err := a.WriteRun(trace.Run{Content: 2, First: 2, Blocks: 1}, segment.Sum(b), b); err != nil {
+				t.Fatal(err)
+			}
+			if err := a.Sync(context.Background()); err != nil {
+				t.Fatal(err)
+			}
+			for _, boot := range []bootID{bootID([]byte(tc.boot)), {1}} {
+				a.Close()
+				f, err := os.OpenFile(filepath.Join(dir, FileName), os.O_RDWR, 0)
+				if err != nil {
+					t.Fatal(err)
+				}
+				if a, err = open(dir, f, l, boot); err != nil {
+					t.Fatal(err)
+				}
+				if n := l.Segments() - 2 - a.Missing(); n != tc.segments || !a.Present(off+2*BlockSize, 1) || a.Doubt() != "" {
+					t.Errorf("reopened: %d segments, page present %v, doubt %q", n, a.Present(off+2*BlockSize, 1), a.Doubt())
+				}
+			}
+		})
+	}
 }
 
 func TestGolden(t *testing.T) {
@@ -110,6 +195,13 @@ func TestDistrust(t *testing.T) {
 		{name: "segment bit lost", damage: flip(presenceName, 4096, 1<<1), same: durable, reboot: durable, doubt: "block 1"},
 		{name: "hole bit lost", damage: flip(presenceName, 4096, 1<<7), same: durable, reboot: durable, doubt: "a hole"},
 		{name: "block bit set", damage: flip(presenceName, 4104, 1<<2), same: durable, reboot: durable, doubt: "block 2"},
+		{name: "run bit lost", damage: flip(presenceName, 4112, 1<<5), same: durable, reboot: durable, doubt: "block 5"},
+		{name: "run bit set", damage: flip(presenceName, 4112, 1<<6), same: all, reboot: durable, silently: true},
+		{name: "run's block bit lost", damage: flip(presenceName, 4104, 1<<5), same: all, reboot: durable, silently: true},
+		{name: "run bit after the last", damage: func(t *testing.T, dir string) {
+			flip(presenceName, 4119, 1<<7)(t, dir)
+			flip(presenceName, 4111, 1<<7)(t, dir)
+		}, same: durable, reboot: durable, doubt: "after the last"},
 		{name: "block bit lost", damage: flip(presenceName, 4104, 1<<1), same: durable, reboot: durable, silently: true},
 		{name: "bit after the last", damage: flip(presenceName, 4103, 1<<7), same: durable, reboot: durable, doubt: "after the last"},
 		{name: "durable", damage: flip(durableName, 73, 1), same: all, reboot: nothing, doubt: "durable map is not believed"},
@@ -186,17 +278,18 @@ func FuzzPresence(f *testing.F) {
 	boot := bootID{7}
 	seed := make([]byte, presenceSize(l))
 	m := presenceMaps(seed, l)
-	m.fill(l, nil)
+	m.fill(l, held{})
 	f.Add(seed[:96], seed[4096:], true)
 	m.mark(l, 1)
 	m.mark(l, 2)
-	f.Add(presenceHead(l, boot), seed[4096:], false)
+	f.Add(presenceHead(mapsVersion, l, boot), seed[4096:], false)
+	f.Add(presenceHead(oldVersion, l, boot), seed[4096:], false)
 	f.Fuzz(func(t *testing.T, head, tail []byte, fix bool) {
 		// A header that is right most of the time lets the maps be read.
 		b := make([]byte, presenceSize(l))
 		copy(b, head)
 		if fix {
-			copy(b, presenceHead(l, boot))
+			copy(b, presenceHead(mapsVersion, l, boot))
 		}
 		copy(b[presenceHeader:], tail)
 		have, err := checkPresence(b, l, boot)
@@ -209,6 +302,11 @@ func FuzzPresence(f *testing.F) {
 		for i := range l.Segments() {
 			if bit(believed.segments, i) && !bit(found.segments, i) {
 				t.Errorf("segment %d is believed, and was not marked", i)
+			}
+		}
+		for k := range int(l.Blocks()) {
+			if bit(believed.runs, k) && !(bit(found.runs, k) && bit(found.blocks, k)) {
+				t.Errorf("block %d is believed to be of a page run, and was not marked", k)
 			}
 		}
 		for k := range int(l.Blocks()) {
@@ -233,14 +331,15 @@ func shared(l *Layout, k int) bool {
 
 func FuzzDurable(f *testing.F) {
 	l := fuzzLayout(f)
-	f.Add(encodeDurable(l, []uint64{0b101}), false)
-	f.Add(encodeDurable(l, []uint64{1 << 63}), true)
+	f.Add(encodeDurable(l, held{[]uint64{0b101}, []uint64{0b10}}), false)
+	f.Add(encodeDurable(l, held{[]uint64{1 << 63}, []uint64{0}}), true)
+	f.Add(encodeDurableAs(oldVersion, l, held{[]uint64{1}, nil}), true)
 	f.Fuzz(func(t *testing.T, b []byte, _ bool) {
 		have, err := decodeDurable(b, l)
 		if err != nil {
 			return
 		}
-		if !bytes.Equal(encodeDurable(l, have), b) {
+		if !bytes.Equal(encodeDurableAs(binary.LittleEndian.Uint32(b[8:]), l, have), b) {
 			t.Error("decoded bytes differ from encoded ones")
 		}
 	})

@@ -63,6 +63,9 @@ func (a *Arena) verify(i int, data []byte) error {
 
 // write puts verified bytes in the place of segment i.
 func (a *Arena) write(i int, data []byte) error {
+	content := &a.contents[a.layout.contentOf(i)%len(a.contents)]
+	content.RLock()
+	defer content.RUnlock()
 	a.mu.RLock()
 	defer a.mu.RUnlock()
 	if a.closed {
@@ -71,21 +74,65 @@ func (a *Arena) write(i int, data []byte) error {
 	if bit(a.maps.segments, i) {
 		return nil
 	}
-	var werr error
-	cerr := a.conn.Control(func(fd uintptr) {
-		werr = pwrite(int(fd), data, a.layout.padding(i), a.layout.offsets[i])
-	})
-	if err := errors.Join(werr, cerr); err != nil {
+	if err := a.fillAround(i, data); err != nil {
 		return fmt.Errorf("write segment %s to arena %s: %w", a.layout.ids[i], a.dir, explain(err))
 	}
+	early := a.maps.inRuns(a.layout, i)
 	fresh, from, to := a.maps.mark(a.layout, i)
 	if fresh {
-		a.here.Add(int64(len(data)))
-		if a.missing.Add(-1) == 0 {
-			a.once.Do(func() { close(a.done) })
-		}
+		a.here.Add(int64(len(data)) - early)
+		a.one()
 	}
 	a.waits.wake(from, to)
+	return nil
+}
+
+// one counts a segment that has become present.
+func (a *Arena) one() {
+	if a.missing.Add(-1) == 0 {
+		a.once.Do(func() { close(a.done) })
+	}
+}
+
+// fillAround compares the bytes of segment i with those that page runs wrote of
+// it, then writes the others, and the padding after them. Its content is locked
+// for reading: runs do not change.
+func (a *Arena) fillAround(i int, data []byte) error {
+	off, end := a.layout.offsets[i], a.layout.end(i)
+	from, to := int(off/BlockSize), int((end-1)/BlockSize)+1
+	part := func(b, e int) (int64, []byte) {
+		lo, hi := max(off, int64(b)*BlockSize), min(end, int64(e)*BlockSize)
+		return lo, data[lo-off : hi-off]
+	}
+	for b := nextSet(a.maps.runs, from, to); b < to; {
+		e := nextClear(a.maps.runs, b, to)
+		if err := a.agrees(part(b, e)); err != nil {
+			return fmt.Errorf("content %d of its TOC came as pages before: %w", a.layout.Content(i), err)
+		}
+		b = nextSet(a.maps.runs, e, to)
+	}
+	for b := nextClear(a.maps.runs, from, to); b < to; {
+		e := nextSet(a.maps.runs, b, to)
+		padding := 0
+		if e == to {
+			padding = a.layout.padding(i)
+		}
+		lo, piece := part(b, e)
+		if err := a.pwrite(piece, padding, lo); err != nil {
+			return err
+		}
+		b = nextClear(a.maps.runs, e, to)
+	}
+	return nil
+}
+
+func (a *Arena) pwrite(data []byte, padding int, off int64) error {
+	var werr error
+	cerr := a.conn.Control(func(fd uintptr) { werr = pwrite(int(fd), data, padding, off) })
+	if err := errors.Join(werr, cerr); err != nil {
+		return err
+	}
+	a.written.Add(int64(len(data)))
 	return nil
 }
 

@@ -1,0 +1,215 @@
+package arena
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+
+	"hydrofoil.dev/foil/internal/format/segment"
+	"hydrofoil.dev/foil/internal/format/trace"
+)
+
+// runArena has one content of four segments, none of which ends with a page,
+// and another that repeats the second of them.
+func runArena(t *testing.T) (a *Arena, data [][]byte, all []byte) {
+	t.Helper()
+	c, data := makeTOC([]piece{{1, 5000}, {2, 100}, {3, 9000}, {4, 7}}, []piece{{5, 10}, {2, 100}}, []piece{{0, 9000}, {6, 100}})
+	l := layout(t, c, nil)
+	a, err := Create(t.TempDir(), l)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { a.Close() })
+	return a, data, contents(l, data)
+}
+
+func (a *Arena) testRun(all []byte, content, first, blocks uint32) ([]int, error) {
+	off, _ := a.layout.Offset(int(content))
+	k, _ := a.layout.find(int(content))
+	size := a.layout.end(a.layout.contentEnd(k)-1) - off
+	r := trace.Run{Content: content, First: first, Blocks: blocks}
+	at, n := r.Range(size)
+	b := all[off+at:][:n]
+	return a.WriteRun(r, segment.Sum(b), b)
+}
+
+func TestWriteRun(t *testing.T) {
+	a, data, all := runArena(t)
+	waited := make(chan error, 1)
+	go func() { waited <- a.Wait(context.Background(), 4096, 1) }()
+	// The second segment lies in that page, here and in another content.
+	if got, err := a.testRun(all, 0, 1, 1); err != nil || !cmp.Equal(got, []int{1}) {
+		t.Fatalf("completed %v, %v", got, err)
+	}
+	if err := <-waited; err != nil {
+		t.Error(err)
+	}
+	if a.HasSegment(0) || a.HasSegment(2) || !a.HasSegment(1) || !a.HasSegment(5) {
+		t.Error("segments with absent blocks are marked, or one in another place is not")
+	}
+	if got, err := a.testRun(all, 0, 0, 1); err != nil || !cmp.Equal(got, []int{0}) {
+		t.Errorf("completed %v, %v", got, err)
+	}
+	if d := cmp.Diff([]trace.Run{{Content: 0, First: 1, Blocks: 1}}, a.PresentRuns()); d != "" {
+		t.Error(d)
+	}
+	if d := cmp.Diff([]int{2}, a.AbsentSegments(nil, 0, 3*4096)); d != "" {
+		t.Errorf("absent: %s", d)
+	}
+	if d := cmp.Diff([]int(nil), a.AbsentSegments(nil, 0, 2*4096)); d != "" {
+		t.Errorf("absent, of what is here by runs: %s", d)
+	}
+	// A segment that meets pages is written around them.
+	written := a.Written()
+	if err := a.WriteSegment(2, data[2]); err != nil {
+		t.Fatal(err)
+	}
+	if n := a.Written() - written; n != 9000-(2*4096-5100) {
+		t.Errorf("%d bytes were written", n)
+	}
+	if runs := a.PresentRuns(); runs != nil {
+		t.Errorf("present runs of present segments: %v", runs)
+	}
+	// Over a hole, and the short page after it.
+	if got, err := a.testRun(all, 2, 0, 3); err != nil || !cmp.Equal(got, []int{7}) {
+		t.Errorf("completed %v, %v", got, err)
+	}
+	if got, err := a.testRun(all, 0, 0, 4); err != nil || !cmp.Equal(got, []int{3}) {
+		t.Errorf("completed %v, %v", got, err)
+	}
+	if got, err := a.testRun(all, 1, 0, 1); err != nil || !cmp.Equal(got, []int{4}) {
+		t.Errorf("completed %v, %v", got, err)
+	}
+	if !a.Complete() || a.ContentHere() != a.layout.ContentBytes() {
+		t.Errorf("%d segments are missing, %d bytes here", a.Missing(), a.ContentHere())
+	}
+	if err := a.Verify(context.Background(), func(c Checked) error { return c.Err }); err != nil {
+		t.Error(err)
+	}
+	got, err := os.ReadFile(filepath.Join(a.Dir(), FileName))
+	if err != nil || !bytes.Equal(got, all) {
+		t.Errorf("the file differs from the contents: %v", err)
+	}
+}
+
+func TestWriteRunRefuses(t *testing.T) {
+	a, _, all := runArena(t)
+	b := all[:4096]
+	for name, r := range map[string]trace.Run{
+		"no such content": {Content: 3, First: 0, Blocks: 1},
+		"after its end":   {Content: 1, First: 1, Blocks: 1},
+		"too long":        {Content: 1, First: 0, Blocks: 2},
+		"no pages":        {Content: 0, First: 0, Blocks: 0},
+		"overflow":        {Content: 0, First: 1<<32 - 1, Blocks: 2},
+		"other length":    {Content: 0, First: 0, Blocks: 2},
+	} {
+		if _, err := a.WriteRun(r, segment.Sum(b), b); err == nil {
+			t.Errorf("%s: written", name)
+		}
+	}
+	if _, err := a.WriteRun(trace.Run{Content: 0, First: 1, Blocks: 1}, segment.Sum(b), all[4096:8192]); !errors.Is(err, ErrWrongBytes) {
+		t.Errorf("wrong digest: %v", err)
+	}
+	if a.Written() != 0 || a.PresentRuns() != nil {
+		t.Error("something was written")
+	}
+	a.Close()
+	if _, err := a.testRun(all, 0, 0, 1); !errors.Is(err, ErrClosed) {
+		t.Errorf("after Close: %v", err)
+	}
+}
+
+// TestContradiction has pages and segments that differ, in every order.
+func TestContradiction(t *testing.T) {
+	wrong := func(all []byte, at int) []byte {
+		b := bytes.Clone(all)
+		b[at] ^= 1
+		return b
+	}
+	t.Run("segment after pages", func(t *testing.T) {
+		a, data, all := runArena(t)
+		if _, err := a.testRun(wrong(all, 5050), 0, 1, 1); !errors.Is(err, ErrContradiction) {
+			t.Fatal(err)
+		}
+		if _, err := a.testRun(wrong(all, 9000), 0, 2, 1); err != nil {
+			t.Fatal(err)
+		}
+		written := a.Written()
+		if err := a.WriteSegment(2, data[2]); !errors.Is(err, ErrContradiction) || a.HasSegment(2) || a.Written() != written {
+			t.Errorf("%v; marked %v", err, a.HasSegment(2))
+		}
+	})
+	t.Run("pages after segment", func(t *testing.T) {
+		a, data, all := runArena(t)
+		if err := a.WriteSegment(0, data[0]); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := a.testRun(wrong(all, 4100), 0, 1, 1); !errors.Is(err, ErrContradiction) || a.Present(4096, 1) {
+			t.Errorf("%v; marked %v", err, a.Present(4096, 1))
+		}
+		if _, err := a.testRun(all, 0, 1, 1); err != nil {
+			t.Errorf("the right pages after wrong ones: %v", err)
+		}
+	})
+	t.Run("pages after pages", func(t *testing.T) {
+		a, _, all := runArena(t)
+		if _, err := a.testRun(all, 0, 2, 1); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := a.testRun(wrong(all, 9000), 0, 1, 2); !errors.Is(err, ErrContradiction) || a.Present(4096, 1) {
+			t.Errorf("%v; marked %v", err, a.Present(4096, 1))
+		}
+	})
+	t.Run("pages of a hole", func(t *testing.T) {
+		a, _, all := runArena(t)
+		off, _ := a.layout.Offset(2)
+		if _, err := a.testRun(wrong(all, int(off)+8200), 2, 2, 1); !errors.Is(err, ErrContradiction) {
+			t.Error(err)
+		}
+	})
+	t.Run("pages that make up a segment", func(t *testing.T) {
+		a, _, all := runArena(t)
+		if _, err := a.testRun(wrong(all, 100), 0, 0, 1); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := a.testRun(all, 0, 1, 1); !errors.Is(err, ErrContradiction) || a.HasSegment(0) {
+			t.Errorf("%v; marked %v", err, a.HasSegment(0))
+		}
+	})
+}
+
+// TestUnfinished opens an arena whose daemon died after the last page of a segment was marked
+// and before the segment was.
+func TestUnfinished(t *testing.T) {
+	for _, rotten := range []bool{false, true} {
+		a, _, all := runArena(t)
+		if _, err := a.testRun(all, 0, 0, 4); err != nil {
+			t.Fatal(err)
+		}
+		for i := range 4 {
+			a.maps.segments[0] &^= 1 << i
+		}
+		if rotten {
+			if _, err := a.File().WriteAt([]byte{1, 2, 3}, 6000); err != nil {
+				t.Fatal(err)
+			}
+		}
+		a.Close()
+		b, err := Open(a.Dir(), a.layout)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer b.Close()
+		// Segment 1 lies in another content as well, where it was written.
+		for i, want := range []bool{true, true, !rotten, true} {
+			if b.HasSegment(i) != want {
+				t.Errorf("rotten %v: segment %d is present: %v", rotten, i, b.HasSegment(i))
+			}
+		}
+	}
+}
