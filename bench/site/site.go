@@ -50,6 +50,10 @@ func Scratch(parent, prefix string) (string, error) {
 	if err := os.MkdirAll(parent, 0o755); err != nil {
 		return "", fmt.Errorf("bench: %w", err)
 	}
+	// runc takes no rootfs below a symlink, and mounts are listed without.
+	if parent, err = filepath.EvalSymlinks(parent); err != nil {
+		return "", fmt.Errorf("bench: %w", err)
+	}
 	dir, err := os.MkdirTemp(parent, prefix)
 	if err != nil {
 		return "", fmt.Errorf("bench: %w", err)
