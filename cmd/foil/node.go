@@ -11,6 +11,7 @@ import (
 
 	"hydrofoil.dev/foil/internal/kernel"
 	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/hosts"
 	"hydrofoil.dev/foil/internal/worker/node"
 )
 
@@ -38,6 +39,11 @@ connection when the daemon starts, keeps it, and lets it learn the path.
 foil pull and foil run start a daemon when none runs; its log is in
 DIR/run/node.log, and "foil status" names the process to end. For a daemon that
 is there from boot to shutdown, run it as a system service.
+
+Registries are spoken to over TLS, with verified certificates; --hosts-dir says
+otherwise where containerd's hosts.toml does: mirrors, certificate authorities,
+client certificates, headers. Credentials are those that "docker login" left for
+the daemon's user, unless a command or containerd brings some.
 
 What holds back reads is the gate: fanotify (Linux 6.14), else fuse (Linux 6.12),
 else loop, which is fuse with loop devices. auto takes the first that this host
@@ -95,6 +101,8 @@ Exit codes: 0 it was told to end; 1 an error, in the log as well.`,
 	flags.Int64Var(&opts.WarmUp, "warm-up", 8<<20, "most `BYTES` that a server of --connect sends on a new connection so that TCP learns the path; 0: none")
 	flags.StringVar(&gate, "gate", "auto", "`GATE` that holds back reads: auto, fanotify, fuse or loop")
 	flags.StringVar(&socket, "snapshotter-socket", "default", "`PATH` of the socket for containerd; default: DIR/run/snapshotter.sock; off: none")
+	flags.StringVar(&opts.Hosts.Dirs, "hosts-dir", hosts.DefaultDirs, "`DIRS`, separated by colons, with containerd's configuration of registry hosts (HOST/hosts.toml); read for each pull")
+	flags.StringVar(&opts.Hosts.DockerConfig, "docker-config", hosts.DockerConfig(), "Docker's `FILE` of credentials and of helpers that have some; read when a registry demands them")
 	flags.StringVar(&format, "log-format", "text", "`FORMAT` of the log: text or json")
 	flags.TextVar(&level, "log-level", slog.LevelInfo, "least `LEVEL` to log: debug, info, warn or error")
 	configurable(cmd)

@@ -10,6 +10,7 @@ import (
 
 	"hydrofoil.dev/foil/internal/progress"
 	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/credentials"
 )
 
 func newPullCommand() *cobra.Command {
@@ -17,6 +18,7 @@ func newPullCommand() *cobra.Command {
 	var asJSON bool
 	var interval time.Duration
 	var req api.PullRequest
+	var creds func() (credentials.Credential, error)
 	cmd := &cobra.Command{
 		Use:   "pull [flags] REF",
 		Short: "Fetch an image, or what of it is not here yet",
@@ -29,7 +31,8 @@ interrupted command does not stop the pull: "foil status" goes on showing it,
 and the same command joins it again. With --until mounted the command ends as
 soon as containers can start; the rest comes in the background.
 
-REF is HOST[:PORT]/REPOSITORY[:TAG][@DIGEST]. The host is never guessed.
+REF is HOST[:PORT]/REPOSITORY[:TAG][@DIGEST]. The host is never guessed. Which
+servers answer for it, their certificates and credentials: see foil node.
 
 Exit codes: 0 the image is here; 1 it could not be had; 2 the command line
 makes no sense; 130 interrupted (the pull goes on).`,
@@ -37,7 +40,7 @@ makes no sense; 130 interrupted (the pull goes on).`,
   foil pull --until mounted registry.example/redis:7
   foil pull --json 10.0.0.7:5000/app:v2 --plain-http | jq -r .event`,
 		Args: cobra.ExactArgs(1),
-		RunE: func(cmd *cobra.Command, args []string) error {
+		RunE: func(cmd *cobra.Command, args []string) (err error) {
 			req.Ref, req.Until = args[0], api.EventKind(until)
 			if req.Until != api.Mounted && req.Until != api.Complete {
 				return usagef("--until %s: say mounted or complete", until)
@@ -45,17 +48,21 @@ makes no sense; 130 interrupted (the pull goes on).`,
 			if _, err := api.NormalRef(req.Ref); err != nil {
 				return &usageError{err}
 			}
+			if req.Credential, err = creds(); err != nil {
+				return &usageError{err}
+			}
 			if err := needRoot(os.Geteuid(), "foil pull"); err != nil {
 				return err
 			}
 			out := pullPrinter(cmd, asJSON, &interval)
 			req.Interval = interval
-			err := pull(cmd.Context(), root, req, out)
+			err = pull(cmd.Context(), root, req, out)
 			return errors.Join(err, out.close())
 		},
 	}
 	clientRoot(cmd, &root)
 	cmd.ValidArgsFunction = completeNames(&root, false)
+	creds = credsFlag(cmd)
 	f := cmd.Flags()
 	f.StringVar(&req.Platform, "platform", "", "`OS/ARCH[/VARIANT]` to choose from an index (default this host's)")
 	f.BoolVar(&req.PlainHTTP, "plain-http", false, "speak HTTP without TLS; loopback addresses always do")

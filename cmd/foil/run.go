@@ -16,6 +16,7 @@ import (
 
 	"hydrofoil.dev/foil/internal/progress"
 	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/credentials"
 	"hydrofoil.dev/foil/internal/worker/launch"
 	"hydrofoil.dev/foil/internal/worker/probe"
 	"hydrofoil.dev/foil/internal/worker/runner"
@@ -31,6 +32,7 @@ func newRunCommand() *cobra.Command {
 	begun := time.Now()
 	var f runFlags
 	o := launch.Options{Begun: begun}
+	var creds func() (credentials.Credential, error)
 	cmd := &cobra.Command{
 		Use:   "run [flags] REF [-- COMMAND ARG...]",
 		Short: "Run an image, before it has arrived",
@@ -75,6 +77,10 @@ interrupted before the start. With --until: 0 if the event came.`,
 		},
 		RunE: func(cmd *cobra.Command, args []string) error {
 			o.Pull.Ref = args[0]
+			var err error
+			if o.Pull.Credential, err = creds(); err != nil {
+				return &exitError{launch.ExitFailed, err}
+			}
 			command := args[1:]
 			if len(command) > 0 && command[0] == "--" {
 				command = command[1:]
@@ -98,6 +104,7 @@ interrupted before the start. With --until: 0 if the event came.`,
 	})
 	clientRoot(cmd, &f.root)
 	cmd.ValidArgsFunction = completeNames(&f.root, false)
+	creds = credsFlag(cmd)
 	fs := cmd.Flags()
 	// What follows REF belongs to the container, with or without "--".
 	fs.SetInterspersed(false)

@@ -74,7 +74,7 @@ func advise(root string, err error) error {
 		return err
 	}
 	next := map[string]struct{ advice, has string }{
-		api.CodeUnauthorized: {"The registry wants credentials, and foil has none to give: use a registry that allows anonymous pulls.", "credential"},
+		api.CodeUnauthorized: {"Give it credentials: --creds or FOIL_CREDS for one pull, docker login as the daemon's user for all (foil node --docker-config).", "--creds"},
 		api.CodeUnavailable:  {"Is the server up, and reachable from here? One that speaks HTTP without TLS needs --plain-http.", "--plain-http"},
 		api.CodeUnsupported:  {"What this host can do, and what to do about it: foil doctor --root " + root, "server"},
 		api.CodeNoSpace:      {"What is on the worker: foil images. To remove something: foil rm REF.", "foil rm"},

@@ -27,7 +27,7 @@ func TestAdvise(t *testing.T) {
 		{api.CodeNoSpace, "disk full", "disk full\nWhat is on the worker: foil images"},
 		{api.CodeCorrupt, "frame 7", "frame 7\nWhat is wrong in detail: foil verify"},
 		{api.CodeInternal, "nil map", "nil map\nThe daemon's log may say more: /r/run/node.log"},
-		{api.CodeUnauthorized, "403", "403\nThe registry wants credentials"},
+		{api.CodeUnauthorized, "403", "403\nGive it credentials"},
 	} {
 		e := &api.Error{Code: test.code, Message: test.message}
 		err := advise("/r", e)

@@ -17,6 +17,8 @@ package api
 import (
 	"encoding/json"
 	"time"
+
+	"hydrofoil.dev/foil/internal/worker/credentials"
 )
 
 // PullRequest asks for an image. Closing the connection does not stop the pull.
@@ -27,6 +29,10 @@ type PullRequest struct {
 	Platform string `json:"platform,omitempty"`
 	// PlainHTTP speaks HTTP without TLS. Loopback addresses always do.
 	PlainHTTP bool `json:"plain_http,omitempty"`
+	// Credential is shown to the image's registry if it demands one; none means
+	// what the daemon has in its Docker configuration. It is not kept: a daemon
+	// that is started again goes on without.
+	Credential credentials.Credential `json:"credential,omitzero"`
 	// Until ends the event stream (not the pull) after the named event:
 	// "mounted" or "complete" (default).
 	Until EventKind `json:"until,omitempty"`

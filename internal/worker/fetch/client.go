@@ -12,6 +12,7 @@ import (
 	"net"
 	"net/http"
 	"net/url"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -30,6 +31,11 @@ type ClientOptions struct {
 	Base string
 	// TLS configures https; nil means the defaults.
 	TLS *tls.Config
+	// FallBack makes a client whose server is named with https speak plain HTTP
+	// when it finds that the server does.
+	FallBack bool
+	// Header is added to every request.
+	Header http.Header
 	// Dial connects; nil means a net.Dialer.
 	Dial func(ctx context.Context, network, address string) (net.Conn, error)
 
@@ -51,8 +57,14 @@ type ClientOptions struct {
 
 // Client talks to one server over one HTTP/2 connection, which it keeps open
 // between requests: plain HTTP without upgrade (h2c by prior knowledge), or TLS.
-// A TLS server that speaks only HTTP/1.1 works as well, with more connections.
+// A server that speaks only HTTP/1.1 works as well, with more connections.
 type Client struct {
+	*shared
+	view View
+}
+
+// shared is what all views of a client have in common.
+type shared struct {
 	opts ClientOptions
 	base *url.URL
 	log  *slog.Logger
@@ -62,7 +74,15 @@ type Client struct {
 
 	mu     sync.Mutex
 	link   *link // for new requests
+	way    way
+	spoken bool // the server has answered a request by this way
 	closed bool
+}
+
+// way is how to speak to the server.
+type way struct {
+	scheme string
+	old    bool // HTTP/1.1, over a connection without TLS
 }
 
 // link is one transport, which has one connection with HTTP/2. When it is
@@ -152,12 +172,13 @@ func NewClient(opts ClientOptions) (*Client, error) {
 	if opts.Logger == nil {
 		opts.Logger = slog.New(slog.DiscardHandler)
 	}
-	c := &Client{opts: opts, base: base, log: opts.Logger}
+	c := &shared{opts: opts, base: base, log: opts.Logger, way: way{scheme: base.Scheme}}
 	c.link = c.newLink()
-	return c, nil
+	return &Client{shared: c}, nil
 }
 
-func (c *Client) newLink() *link {
+// newLink makes a link for c.way, which mu guards.
+func (c *shared) newLink() *link {
 	l := &link{conns: make(map[net.Conn]struct{})}
 	t := &http.Transport{
 		DialContext: func(ctx context.Context, network, address string) (net.Conn, error) {
@@ -185,11 +206,14 @@ func (c *Client) newLink() *link {
 		// The bytes are compressed already, and their count is reported.
 		DisableCompression: true,
 	}
-	if c.base.Scheme == "https" {
+	switch {
+	case c.way.scheme == "https":
 		t.Proxy = http.ProxyFromEnvironment
 		t.Protocols.SetHTTP1(true)
 		t.Protocols.SetHTTP2(true)
-	} else {
+	case c.way.old:
+		t.Protocols.SetHTTP1(true)
+	default:
 		t.Protocols.SetUnencryptedHTTP2(true)
 	}
 	l.transport = t
@@ -204,11 +228,11 @@ var (
 )
 
 // Base returns the server's address.
-func (c *Client) Base() string { return c.base.String() }
+func (c *shared) Base() string { return c.base.String() }
 
 // Close ends the connection once the streams over it have ended. New requests
 // fail.
-func (c *Client) Close() {
+func (c *shared) Close() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.closed = true
@@ -216,19 +240,55 @@ func (c *Client) Close() {
 }
 
 // begin returns the link for a new request, which is counted as a stream of it.
-func (c *Client) begin() (*link, error) {
+func (c *shared) begin() (*link, way, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.closed {
-		return nil, fmt.Errorf("%s: the client is closed", c.base)
+		return nil, way{}, fmt.Errorf("%s: the client is closed", c.base)
 	}
 	c.link.begin()
-	return c.link, nil
+	return c.link, c.way, nil
+}
+
+// answered notes that the server understands how it is spoken to.
+func (c *shared) answered(w way) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.spoken = c.spoken || c.way == w
+}
+
+// another reports whether a first request, which failed, is to be tried by
+// another way, and makes that the one for new requests: plain HTTP where TLS
+// was not understood, and HTTP/1.1 where HTTP/2 may not have been. A server that
+// is understood once is spoken to in no other way.
+func (c *shared) another(l *link, w way, err error) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.spoken || c.closed || c.way != w {
+		return false
+	}
+	var record tls.RecordHeaderError
+	var dial *net.OpError
+	switch {
+	case w.scheme == "https" && c.opts.FallBack && errors.As(err, &record) && string(record.RecordHeader[:]) == "HTTP/":
+		c.way = way{scheme: "http"}
+	case w.scheme == "http" && !w.old && !errors.Is(err, errConnect) && !(errors.As(err, &dial) && dial.Op == "dial"):
+		c.way.old = true
+	case w.old:
+		c.way.old = false // it was not that
+		c.link = c.newLink()
+		return false
+	default:
+		return false
+	}
+	l.abandon()
+	c.link = c.newLink()
+	return true
 }
 
 // abandon makes new requests connect anew: l's connection let a request down,
 // and would keep the next one waiting until a ping finds that it is dead.
-func (c *Client) abandon(l *link) {
+func (c *shared) abandon(l *link) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.link == l && !c.closed {
@@ -283,29 +343,24 @@ func (c *Client) post(ctx context.Context, path string, body any) (*response, er
 	if err != nil {
 		return nil, fmt.Errorf("encode request to %s: %w", path, err)
 	}
-	u := c.base.JoinPath(path).String()
-	req, err := http.NewRequest(http.MethodPost, u, bytes.NewReader(b))
-	if err != nil {
-		return nil, err
-	}
-	req.Header.Set("Content-Type", "application/json")
-	l, err := c.begin()
-	if err != nil {
-		return nil, err
-	}
 	ctx, cancel := context.WithCancelCause(ctx)
 	timer := time.AfterFunc(c.opts.HeaderTimeout, func() { cancel(errHeader) })
-	resp, err := l.transport.RoundTrip(req.WithContext(ctx))
+	l, u, resp, err := c.roundTrip(ctx, path, b)
 	timer.Stop()
 	if err != nil {
 		if errors.Is(context.Cause(ctx), errHeader) {
 			err = fmt.Errorf("%w (%v)", errHeader, c.opts.HeaderTimeout)
 		}
-		if ctx.Err() == nil || errors.Is(context.Cause(ctx), errHeader) {
-			c.abandon(l)
+		if l != nil {
+			if (ctx.Err() == nil || errors.Is(context.Cause(ctx), errHeader)) && !isAnswer(err) {
+				c.abandon(l)
+			}
+			l.end()
 		}
 		cancel(nil)
-		l.end()
+		if status, ok := errors.AsType[*StatusError](err); ok {
+			return nil, status
+		}
 		return nil, fmt.Errorf("post %s: %w", u, err)
 	}
 	r := &response{client: c, link: l, url: u, body: resp.Body, cancel: cancel, ctx: ctx}
@@ -314,11 +369,54 @@ func (c *Client) post(ctx context.Context, path string, body any) (*response, er
 	if resp.StatusCode/100 != 2 {
 		defer r.Close()
 		msg, _ := io.ReadAll(io.LimitReader(r, 4<<10))
-		e := &StatusError{Method: req.Method, URL: u, Status: resp.StatusCode}
+		e := &StatusError{Method: http.MethodPost, URL: u, Status: resp.StatusCode}
 		e.describe(msg)
 		return nil, e
 	}
 	return r, nil
+}
+
+// isAnswer reports whether err is no failure of the connection.
+func isAnswer(err error) bool {
+	return errors.As(err, new(*StatusError)) || errors.As(err, new(*authError))
+}
+
+// roundTrip posts to path of the server, by another way if a first request shows
+// that it does not understand the one at hand. The link is in use, unless it is
+// nil.
+func (c *Client) roundTrip(ctx context.Context, path string, body []byte) (*link, string, *http.Response, error) {
+	for {
+		l, w, err := c.begin()
+		if err != nil {
+			return nil, c.base.String(), nil, err
+		}
+		at := c.base.JoinPath(path)
+		at.Scheme = w.scheme
+		u := at.String()
+		if c.view.Namespace != "" {
+			at.RawQuery = url.Values{"ns": {c.view.Namespace}}.Encode()
+		}
+		resp, err := c.send(ctx, l, func() (*http.Request, error) {
+			req, err := http.NewRequest(http.MethodPost, at.String(), bytes.NewReader(body))
+			if err != nil {
+				return nil, err
+			}
+			for k, v := range c.opts.Header {
+				req.Header[k] = slices.Clone(v)
+			}
+			req.Header.Set("Content-Type", "application/json")
+			return req, nil
+		})
+		if err == nil {
+			c.answered(w)
+			return l, u, resp, nil
+		}
+		if ctx.Err() != nil || isAnswer(err) || !c.another(l, w, err) {
+			return l, u, nil, err
+		}
+		c.log.Debug("the server may speak another protocol", "server", c.Base(), "error", err)
+		l.end()
+	}
 }
 
 // describe takes what a person should read out of an error's body: the message

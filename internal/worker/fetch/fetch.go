@@ -20,6 +20,7 @@ package fetch
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -64,7 +65,8 @@ type Options struct {
 	GiveUp time.Duration
 	// GiveUpUnopened is the same until the first image's header has arrived,
 	// while nobody reads; 0 means 15 seconds, at most GiveUp. A server that
-	// refuses connections, or whose name is unknown, gets two seconds.
+	// refuses connections, whose name is unknown or certificate not trusted, and
+	// one that answers as no Hydrofoil server does, gets two seconds.
 	GiveUpUnopened time.Duration
 	// Pause is the shortest pause between streams when one after the other
 	// breaks; it doubles up to 5 seconds. 0 means 100 ms.
@@ -261,14 +263,19 @@ func (p *Pull) fail(err error) {
 	}
 }
 
-// patience is how long a pull that has not begun tries a server that refuses
-// connections, or whose name is unknown: long enough for one that restarts,
-// short enough for a person who mistyped.
+// patience is how long a pull that has not begun tries a server that is not
+// likely to change: it refuses connections, its name is unknown, its certificate
+// is not trusted, or what answers is no Hydrofoil server. Long enough for one
+// that restarts, short enough for a person who mistyped.
 const patience = 2 * time.Second
 
-func nobodyThere(err error) bool {
+func unlikely(err error) bool {
 	dns, ok := errors.AsType[*net.DNSError](err)
-	return errors.Is(err, syscall.ECONNREFUSED) || ok && dns.IsNotFound
+	if ok && dns.IsNotFound || errors.Is(err, syscall.ECONNREFUSED) || errors.As(err, new(*tls.CertificateVerificationError)) {
+		return true
+	}
+	status, ok := errors.AsType[*StatusError](err)
+	return ok && status.Said == nil
 }
 
 // streams runs one stream after the other until one comes to its end with
@@ -297,7 +304,7 @@ func (p *Pull) streams() error {
 		limit := p.opts.GiveUp
 		if p.arrivals() == 0 {
 			limit = p.opts.GiveUpUnopened
-			if nobodyThere(err) {
+			if unlikely(err) {
 				limit = min(limit, patience)
 			}
 		}

@@ -192,26 +192,21 @@ func FuzzPlacement(f *testing.F) {
 func TestReferences(t *testing.T) {
 	const d = "sha256:e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 	for _, c := range []struct {
-		in                       string
-		plain                    bool
-		base, repository, latest string
+		in, host, repository, latest string
 	}{
-		{"registry.example/a/b:1", false, "https://registry.example", "a/b", "1"},
-		{"registry.example/a/b", false, "https://registry.example", "a/b", "latest"},
-		{"registry.example:5000/a@" + d, true, "http://registry.example:5000", "a", d},
-		{"registry.example/a:1@" + d, false, "https://registry.example", "a", d},
-		{"localhost:5000/a:1", false, "http://localhost:5000", "a", "1"},
-		{"127.0.0.2:80/a:1", false, "http://127.0.0.2:80", "a", "1"},
-		{"[::1]:5000/a:1", false, "http://[::1]:5000", "a", "1"},
-		{"10.0.0.1:5000/a:1", false, "https://10.0.0.1:5000", "a", "1"},
+		{"registry.example/a/b:1", "registry.example", "a/b", "1"},
+		{"registry.example/a/b", "registry.example", "a/b", "latest"},
+		{"registry.example:5000/a@" + d, "registry.example:5000", "a", d},
+		{"registry.example/a:1@" + d, "registry.example", "a", d},
+		{"[::1]:5000/a:1", "[::1]:5000", "a", "1"},
 	} {
 		r, err := parseRef(c.in)
 		if err != nil {
 			t.Errorf("%s: %v", c.in, err)
 			continue
 		}
-		if got := r.server(c.plain); got != c.base || r.repository != c.repository || r.reference != c.latest {
-			t.Errorf("%s: %s %s %s", c.in, got, r.repository, r.reference)
+		if r.host != c.host || r.repository != c.repository || r.reference != c.latest {
+			t.Errorf("%s: %+v", c.in, r)
 		}
 	}
 	for _, in := range []string{"", "redis", "registry.example/A", "registry.example/a:", "registry.example/../a"} {

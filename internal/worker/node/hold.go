@@ -2,12 +2,13 @@ package node
 
 import (
 	"context"
+	"fmt"
 	"io"
-	"net/http"
 
+	"github.com/containerd/containerd/v2/core/remotes/docker"
 	"github.com/opencontainers/go-digest"
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
-	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/worker/api"
 )
 
@@ -130,50 +131,27 @@ func (n *Node) RootfsUsage(chain digest.Digest) (size, inodes int64, err error) 
 	return size, inodes, nil
 }
 
-// Serves asks an image's server whether it is one that sends bundles: any other
-// does not know the address. An error says nothing about it.
-func (n *Node) Serves(ctx context.Context, name string) (bool, error) {
-	r, err := parseRef(name)
-	if err != nil {
-		return false, err
-	}
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, r.server(false)+bundle.PullPath, nil)
-	if err != nil {
-		return false, err
-	}
-	resp, err := http.DefaultClient.Do(req)
-	if err != nil {
-		return false, err
-	}
-	_ = resp.Body.Close()
-	return resp.StatusCode == http.StatusMethodNotAllowed, nil
-}
-
-// OpenBlob asks an image's server for one of its blobs, as any client of a
-// registry would. The bytes are not verified.
-func (n *Node) OpenBlob(ctx context.Context, name string, blob digest.Digest) (io.ReadCloser, error) {
+// OpenBlob asks an image's registry for one of its blobs, as containerd would.
+// The bytes are not verified.
+func (n *Node) OpenBlob(ctx context.Context, name string, blob ocispec.Descriptor) (io.ReadCloser, error) {
 	r, err := parseRef(name)
 	if err != nil {
 		return nil, err
 	}
 	n.mu.Lock()
-	plain := false
+	req := api.PullRequest{Ref: name}
 	if img := n.images[r.name]; img != nil {
-		plain = img.Plain
+		req.PlainHTTP = img.Plain
 	}
 	n.mu.Unlock()
-	url := r.server(plain) + "/v2/" + r.repository + "/blobs/" + blob.String()
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
+	resolver := docker.NewResolver(docker.ResolverOptions{Hosts: n.hosts.Registry(ctx, n.want(r, req))})
+	fetcher, err := resolver.Fetcher(ctx, r.name)
 	if err != nil {
-		return nil, err
+		return nil, fmt.Errorf("fetch blob %s of %s: %w", blob.Digest, name, err)
 	}
-	resp, err := http.DefaultClient.Do(req)
+	body, err := fetcher.Fetch(ctx, blob)
 	if err != nil {
-		return nil, errorf(api.CodeUnavailable, "fetch blob %s of %s: %w", blob, name, err)
+		return nil, errorf(api.CodeUnavailable, "fetch blob %s of %s: %w", blob.Digest, name, err)
 	}
-	if resp.StatusCode != http.StatusOK {
-		_ = resp.Body.Close()
-		return nil, errorf(api.CodeUnavailable, "fetch blob %s of %s: %s answers %s", blob, name, r.host, resp.Status)
-	}
-	return resp.Body, nil
+	return body, nil
 }

@@ -38,8 +38,9 @@ import (
 	"golang.org/x/sys/unix"
 
 	"hydrofoil.dev/foil/internal/worker/api"
-	"hydrofoil.dev/foil/internal/worker/fetch"
+	"hydrofoil.dev/foil/internal/worker/credentials"
 	"hydrofoil.dev/foil/internal/worker/gate"
+	"hydrofoil.dev/foil/internal/worker/hosts"
 	"hydrofoil.dev/foil/internal/worker/keeper"
 )
 
@@ -67,6 +68,12 @@ type Options struct {
 	// Gate is what is to hold back reads of what is absent: kernel.GateFanotify,
 	// GateFUSE or GateLoop; empty: the best that the host can have.
 	Gate string
+	// Hosts says who answers for registries. Its Logger is set to this one's.
+	Hosts hosts.Options
+	// Credentials, when set, has what somebody who pulls by this daemon shows to
+	// the registry of an image, by its name, HOST/REPOSITORY; none: what Hosts
+	// has.
+	Credentials func(repository string) credentials.Credential
 
 	// crash, when set by a test, is called at named points.
 	crash func(point string)
@@ -87,6 +94,7 @@ type Node struct {
 	gate    gate.Gate
 	loop    bool // EROFS is mounted over loop devices
 	keeper  *keeper.Client
+	hosts   *hosts.Set
 	// gateLost: there was no gate to take over when this daemon started.
 	gateLost bool
 
@@ -110,10 +118,9 @@ type Node struct {
 	rootfs     map[digest.Digest]*rootfs // by chain ID
 	lent       map[digest.Digest]*rootfs // lenders, by ID
 	containers map[string]*container
-	pulls      map[string]*pull         // by reference; the last one of each
-	removing   map[string]bool          // references that RemoveImage is at
-	holds      map[digest.Digest]int    // what Hold keeps, by chain ID
-	clients    map[string]*fetch.Client // by base URL
+	pulls      map[string]*pull      // by reference; the last one of each
+	removing   map[string]bool       // references that RemoveImage is at
+	holds      map[digest.Digest]int // what Hold keeps, by chain ID
 	warnings   []string
 	later      bool          // collect is going to be called again
 	pause      time.Duration // before that, the last time
@@ -157,8 +164,9 @@ func New(opts Options) (_ *Node, err error) {
 		containers: make(map[string]*container),
 		pulls:      make(map[string]*pull),
 		removing:   make(map[string]bool),
-		clients:    make(map[string]*fetch.Client),
 	}
+	opts.Hosts.Logger = opts.Logger
+	n.hosts = hosts.New(opts.Hosts)
 	n.ctx, n.stop = context.WithCancelCause(context.Background())
 	if n.lock, err = lockRoot(filepath.Join(opts.Root, "lock")); err != nil {
 		return nil, err
@@ -182,7 +190,7 @@ func New(opts Options) (_ *Node, err error) {
 		return nil, err
 	}
 	for _, base := range opts.Connect {
-		c, err := n.client(base)
+		c, err := n.hosts.Server(n.ctx, base)
 		if err != nil {
 			return nil, fmt.Errorf("connect to %s: %w", base, err)
 		}
@@ -262,29 +270,12 @@ func (n *Node) Close() error {
 	for _, r := range n.lent {
 		r.close()
 	}
-	for _, c := range n.clients {
-		c.Close()
-	}
+	n.hosts.Close()
 	if n.lock != nil {
 		errs = append(errs, n.lock.Close())
 		n.lock = nil
 	}
 	return errors.Join(errs...)
-}
-
-// client returns the one client of a server: one warm connection.
-func (n *Node) client(base string) (*fetch.Client, error) {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	if c := n.clients[base]; c != nil {
-		return c, nil
-	}
-	c, err := fetch.NewClient(fetch.ClientOptions{Base: base, Logger: n.log})
-	if err != nil {
-		return nil, err
-	}
-	n.clients[base] = c
-	return c, nil
 }
 
 // warn records what an operator should know; `foil status` shows it.

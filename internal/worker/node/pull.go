@@ -180,25 +180,30 @@ func (p *pull) bring(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	client, err := n.client(p.ref.server(p.req.PlainHTTP))
+	ask, err := n.hosts.For(ctx, n.want(p.ref, p.req))
 	if err != nil {
-		return err
+		return errorf(api.CodeInvalid, "pull %s: %w", p.ref, err)
 	}
 	reference := p.ref.reference
 	have := p.haves()
 	for again := false; ; {
+		var atOnce time.Duration // how long a host is tried; 0: as usual
+		if len(ask) > 1 {
+			atOnce = time.Nanosecond
+		}
 		f := fetch.Start(ctx, fetch.Options{
-			Client: client,
+			Client: ask[0].Client,
 			Name:   p.ref.name,
 			Request: bundle.Request{
 				Versions: []int{bundle.Version},
-				Images:   []bundle.ImageRequest{{Repository: p.ref.repository, Reference: reference, Platform: platform}},
+				Images:   []bundle.ImageRequest{{Repository: ask[0].Repository, Reference: reference, Platform: platform}},
 				Have:     have,
 			},
-			Open:   p.open,
-			TOC:    p.encodedTOC,
-			GiveUp: n.opts.GiveUp,
-			Logger: n.log,
+			Open:           p.open,
+			TOC:            p.encodedTOC,
+			GiveUp:         n.opts.GiveUp,
+			GiveUpUnopened: atOnce,
+			Logger:         n.log,
 		})
 		p.mu.Lock()
 		p.fetch = f
@@ -211,6 +216,10 @@ func (p *pull) bring(ctx context.Context) error {
 		switch {
 		case mountErr != nil:
 			return mountErr
+		case err != nil && img == nil && len(ask) > 1 && ctx.Err() == nil:
+			n.log.Info("this host does not have the image; asking the next one", "ref", p.ref.name, "host", ask[0].Client.Base(), "error", err)
+			ask = ask[1:]
+			continue
 		case errors.Is(err, errHere):
 			return nil
 		case errors.Is(err, errShared):

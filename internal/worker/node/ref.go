@@ -2,13 +2,14 @@ package node
 
 import (
 	"fmt"
-	"net"
 	"strings"
 
 	"github.com/distribution/reference"
+	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
 	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/hosts"
 )
 
 // ref is a parsed image reference: which server, which repository, which tag
@@ -41,25 +42,19 @@ func parseRef(s string) (ref, error) {
 
 func (r ref) String() string { return r.name }
 
-// server returns the base URL of the reference's server. A server on this very
-// host is spoken to without TLS, as every container tool does.
-func (r ref) server(plainHTTP bool) string {
-	if plainHTTP || r.loopback() {
-		return "http://" + r.host
+// want is what to look hosts up for.
+func (n *Node) want(r ref, req api.PullRequest) hosts.Want {
+	w := hosts.Want{
+		Registry:   r.host,
+		Repository: r.repository,
+		Resolve:    digest.Digest(r.reference).Validate() != nil,
+		PlainHTTP:  req.PlainHTTP,
+		Credential: req.Credential,
 	}
-	return "https://" + r.host
-}
-
-func (r ref) loopback() bool {
-	host := r.host
-	if h, _, err := net.SplitHostPort(host); err == nil {
-		host = h
+	if w.Credential.IsZero() && n.opts.Credentials != nil {
+		w.Credential = n.opts.Credentials(r.host + "/" + r.repository)
 	}
-	if host == "localhost" {
-		return true
-	}
-	ip := net.ParseIP(strings.Trim(host, "[]"))
-	return ip != nil && ip.IsLoopback()
+	return w
 }
 
 // parsePlatform reads OS/ARCH[/VARIANT]; empty is nil: the server chooses.

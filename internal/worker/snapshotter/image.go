@@ -10,7 +10,6 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
-	"sync"
 	"time"
 
 	"github.com/containerd/containerd/v2/pkg/snapshotters"
@@ -40,8 +39,6 @@ type refusal struct {
 	why   string
 	until time.Time
 }
-
-var errNoServer = errors.New("its registry sends no bundles")
 
 const (
 	// patience is how long containerd may take from one layer to the next: it
@@ -169,24 +166,13 @@ func (s *Snapshotter) pull(ctx context.Context, name string) (_ *pulled, why str
 			return nil, "", err
 		}
 	}
-	// A registry that does not know bundles may answer in ways for which a pull
-	// tries again. Here nobody is to wait for that.
 	wait, cancel := context.WithTimeoutCause(ctx, s.opts.HeaderTimeout, fmt.Errorf("no header within %v", s.opts.HeaderTimeout))
 	defer cancel()
-	wait, stop := context.WithCancelCause(wait)
-	var ask sync.WaitGroup
-	ask.Go(func() {
-		if serves, err := s.opts.Node.Serves(wait, name); err == nil && !serves {
-			stop(errNoServer)
-		}
-	})
 	p := new(pulled)
 	p.held, err = s.opts.Node.Hold(wait, name)
 	if err != nil && context.Cause(wait) != nil {
 		err = context.Cause(wait)
 	}
-	stop(nil)
-	ask.Wait()
 	if err == nil {
 		if err = p.read(); err != nil {
 			s.opts.Node.Release(p.held.ChainID)

@@ -67,13 +67,11 @@ func (f *fakeNode) RemoveImage(_ context.Context, name string) error {
 	return nil
 }
 
-func (f *fakeNode) Serves(context.Context, string) (bool, error) { return true, nil }
-
 func (f *fakeNode) RootfsUsage(digest.Digest) (size, inodes int64, err error) { return 12345, 6, nil }
 
-func (f *fakeNode) OpenBlob(_ context.Context, _ string, blob digest.Digest) (io.ReadCloser, error) {
+func (f *fakeNode) OpenBlob(_ context.Context, _ string, blob ocispec.Descriptor) (io.ReadCloser, error) {
 	f.fetched++
-	b, ok := f.blobs[blob]
+	b, ok := f.blobs[blob.Digest]
 	if !ok {
 		return nil, errors.New("no such blob")
 	}

@@ -58,6 +58,7 @@ import (
 	"github.com/containerd/containerd/v2/core/snapshots/storage"
 	"github.com/containerd/containerd/v2/plugins/snapshots/overlay"
 	"github.com/opencontainers/go-digest"
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
 	"hydrofoil.dev/foil/internal/worker/node"
 )
@@ -73,10 +74,8 @@ type Node interface {
 	RemoveImage(ctx context.Context, name string) error
 	// RootfsUsage is what a rootfs takes on the disk, in bytes and files.
 	RootfsUsage(chain digest.Digest) (size, inodes int64, err error)
-	// Serves asks an image's server whether it sends bundles.
-	Serves(ctx context.Context, name string) (bool, error)
 	// OpenBlob reads a blob of an image from its registry, not verified.
-	OpenBlob(ctx context.Context, name string, blob digest.Digest) (io.ReadCloser, error)
+	OpenBlob(ctx context.Context, name string, blob ocispec.Descriptor) (io.ReadCloser, error)
 }
 
 var _ Node = (*node.Node)(nil)

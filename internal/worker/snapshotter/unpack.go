@@ -114,7 +114,7 @@ func (s *Snapshotter) unpackLayer(ctx context.Context, r *record) error {
 
 // fetchBlob writes a layer's blob to a file, and compares its digest.
 func (s *Snapshotter) fetchBlob(ctx context.Context, r *record, path string) (err error) {
-	body, err := s.opts.Node.OpenBlob(ctx, r.Image, r.Layer.Digest)
+	body, err := s.opts.Node.OpenBlob(ctx, r.Image, r.Layer)
 	if err != nil {
 		return err
 	}

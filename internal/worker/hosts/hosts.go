@@ -1,0 +1,320 @@
+// Package hosts finds who answers for a registry, and how to speak to it:
+// containerd's configuration of registry hosts (hosts.toml, read by containerd's
+// own parser), credentials, and one warm connection for each server.
+//
+// A registry's hosts are asked in their order, as containerd does. Whether one
+// sends bundles is found by asking it. Its address for that is beside the API of
+// the registry: https://HOST/PREFIX/hydrofoil/v1/bundle where the API is at
+// https://HOST/PREFIX/v2; what comes after v2 (with override_path) goes before
+// the name of the repository.
+package hosts
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"net"
+	"net/http"
+	"net/url"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+
+	"github.com/containerd/containerd/v2/core/remotes/docker"
+	"github.com/containerd/containerd/v2/core/remotes/docker/config"
+	"github.com/containerd/errdefs"
+
+	"hydrofoil.dev/foil/internal/worker/credentials"
+	"hydrofoil.dev/foil/internal/worker/fetch"
+)
+
+// DefaultDirs is where containerd 2.x looks for hosts.toml.
+const DefaultDirs = "/etc/containerd/certs.d:/etc/docker/certs.d"
+
+// Options configure a Set. The zero value knows no configuration and no
+// credentials.
+type Options struct {
+	// Dirs is a list, separated by colons, of directories like containerd's
+	// certs.d; the first that has something about a registry counts.
+	Dirs string
+	// DockerConfig is a config.json of Docker's; empty: none.
+	DockerConfig string
+	// Self are addresses, HOST:PORT, of hosts that are this daemon: they are not
+	// asked.
+	Self []string
+	// Logger is given to clients; nil means none.
+	Logger *slog.Logger
+}
+
+// Set knows hosts. Close ends their connections.
+type Set struct {
+	opts Options
+
+	mu     sync.Mutex
+	known  []*known
+	closed bool
+}
+
+// Want is what hosts are looked for.
+type Want struct {
+	Registry   string // HOST[:PORT] as in the image's name
+	Repository string
+	// Resolve wants hosts that may say what a tag means.
+	Resolve bool
+	// PlainHTTP speaks HTTP without TLS to a registry that nothing is configured
+	// for. Those on loopback addresses always are spoken to like that.
+	PlainHTTP bool
+	// Credential is shown to hosts that demand one; none: what Docker's
+	// configuration has.
+	Credential credentials.Credential
+}
+
+// Host is one host that may answer for a registry.
+type Host struct {
+	// Client speaks to it, with credentials for the repository.
+	Client *fetch.Client
+	// Repository is what it calls the repository.
+	Repository string
+}
+
+// New reads nothing yet: the configuration is read each time it is needed, as
+// containerd does.
+func New(opts Options) *Set {
+	if opts.Logger == nil {
+		opts.Logger = slog.New(slog.DiscardHandler)
+	}
+	return &Set{opts: opts}
+}
+
+// Close ends connections once the streams over them have ended.
+func (s *Set) Close() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.closed = true
+	for _, k := range s.known {
+		k.client.Close()
+	}
+}
+
+// For returns the hosts to ask, in their order: at least one.
+//
+// Errors: a configuration that cannot be used.
+func (s *Set) For(ctx context.Context, w Want) ([]Host, error) {
+	found, err := s.find(ctx, w)
+	if err != nil {
+		return nil, err
+	}
+	capabilities := docker.HostCapabilityPull
+	if w.Resolve {
+		capabilities |= docker.HostCapabilityResolve
+	}
+	var list []Host
+	for _, f := range found {
+		if !f.Capabilities.Has(capabilities) {
+			continue
+		}
+		k, err := s.knownAs(f)
+		if err != nil {
+			return nil, fmt.Errorf("registry host %s: %w", f.Host, err)
+		}
+		prefix := f.repositories()
+		h := Host{Repository: prefix + w.Repository}
+		v := fetch.View{Authorizer: &authorizer{host: k.auth(w.Credential, s.opts.DockerConfig), scope: "repository:" + h.Repository + ":pull"}}
+		if f.Host != w.Registry && !(w.Registry == "docker.io" && f.Host == "registry-1.docker.io") {
+			v.Namespace = w.Registry
+		}
+		h.Client = k.client.With(v)
+		list = append(list, h)
+	}
+	if len(list) == 0 {
+		return nil, fmt.Errorf("no host is configured to pull from for registry %s: see its hosts.toml below %s", w.Registry, s.opts.Dirs)
+	}
+	return list, nil
+}
+
+// Server returns the client for a server, http://HOST:PORT or https://HOST,
+// which pulls from a registry of that name use as well.
+func (s *Set) Server(ctx context.Context, base string) (*fetch.Client, error) {
+	u, err := url.Parse(base)
+	if err != nil || u.Host == "" || u.Scheme != "http" && u.Scheme != "https" {
+		return nil, fmt.Errorf("server address %q: want http://HOST:PORT or https://HOST", base)
+	}
+	list, err := s.For(ctx, Want{Registry: u.Host, PlainHTTP: u.Scheme == "http"})
+	if err != nil {
+		return nil, err
+	}
+	for _, h := range list {
+		if h.Client.Base() == strings.TrimSuffix(base, "/") {
+			return h.Client, nil
+		}
+	}
+	return list[len(list)-1].Client, nil // the registry's own, after its mirrors
+}
+
+// Registry returns the same hosts for containerd's clients.
+func (s *Set) Registry(ctx context.Context, w Want) docker.RegistryHosts {
+	return func(registry string) ([]docker.RegistryHost, error) {
+		w.Registry = registry
+		found, err := s.find(ctx, w)
+		if err != nil {
+			return nil, err
+		}
+		list := make([]docker.RegistryHost, len(found))
+		for i, f := range found {
+			list[i] = f.RegistryHost
+		}
+		return list, nil
+	}
+}
+
+// found is a host as the configuration has it.
+type found struct {
+	docker.RegistryHost
+	transport *http.Transport
+	// fallBack: it speaks plain HTTP, perhaps, though the scheme is https.
+	fallBack bool
+}
+
+// find reads the configuration.
+func (s *Set) find(ctx context.Context, w Want) ([]found, error) {
+	configured := false
+	transports := make(map[*http.Client]*http.Transport)
+	options := config.HostOptions{
+		HostDir: func(registry string) (string, error) {
+			for _, root := range filepath.SplitList(s.opts.Dirs) {
+				dir, err := config.HostDirFromRoot(root)(registry)
+				if err == nil {
+					configured = true
+					return dir, nil
+				}
+				if !errdefs.IsNotFound(err) {
+					return "", err
+				}
+			}
+			return "", nil
+		},
+		Credentials: func(host string) (string, string, error) {
+			c, err := lookUp(ctx, w.Credential, s.opts.DockerConfig, host)
+			return c.Username, c.Secret, err
+		},
+		UpdateClient: func(c *http.Client) error {
+			if t, ok := c.Transport.(*http.Transport); ok {
+				transports[c] = t
+			}
+			return nil
+		},
+	}
+	loopback := isLoopback(w.Registry)
+	if w.PlainHTTP || loopback {
+		options.DefaultScheme = "http"
+	}
+	all, err := config.ConfigureHosts(ctx, options)(w.Registry)
+	if err != nil {
+		return nil, fmt.Errorf("registry %s: %w", w.Registry, err)
+	}
+	var list []found
+	for _, h := range all {
+		if slices.Contains(s.opts.Self, h.Host) {
+			continue
+		}
+		f := found{RegistryHost: h, transport: transports[h.Client]}
+		if f.transport == nil {
+			return nil, fmt.Errorf("registry %s: its host %s has an unknown kind of transport", w.Registry, h.Host)
+		}
+		f.fallBack = h.Client.Transport != f.transport
+		if loopback && !configured {
+			// containerd would try TLS first, without verifying it.
+			f.Scheme, f.fallBack, h.Client.Transport = "http", false, f.transport
+		}
+		list = append(list, f)
+	}
+	return list, nil
+}
+
+// repositories is what goes before the names of repositories.
+func (f *found) repositories() string {
+	if _, after, ok := strings.Cut(f.Path+"/", "/v2/"); ok && strings.Trim(after, "/") != "" {
+		return strings.Trim(after, "/") + "/"
+	}
+	return ""
+}
+
+// base is the URL that bundles are below.
+func (f *found) base() string {
+	before, _, _ := strings.Cut(f.Path+"/", "/v2/")
+	return f.Scheme + "://" + f.Host + strings.TrimSuffix(before, "/")
+}
+
+// known is a host to which there may be a connection.
+type known struct {
+	found
+	client *fetch.Client
+
+	mu    sync.Mutex
+	auths map[credentials.Credential]*hostAuth
+}
+
+// most bounds the hosts that are known. One that is forgotten is connected to
+// anew.
+const most = 64
+
+// knownAs returns the one client for a host that is configured like that.
+func (s *Set) knownAs(f found) (*known, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed {
+		return nil, errors.New("the daemon is stopping")
+	}
+	for i, k := range s.known {
+		if k.base() == f.base() && k.fallBack == f.fallBack && sameHeader(k.Header, f.Header) && sameTLS(k.transport.TLSClientConfig, f.transport.TLSClientConfig) {
+			s.known = append(slices.Delete(s.known, i, i+1), k) // the last one is the youngest
+			return k, nil
+		}
+	}
+	c, err := fetch.NewClient(fetch.ClientOptions{
+		Base:     f.base(),
+		TLS:      f.transport.TLSClientConfig.Clone(),
+		FallBack: f.fallBack,
+		Header:   f.Header,
+		Dial:     f.transport.DialContext,
+		Logger:   s.opts.Logger,
+	})
+	if err != nil {
+		return nil, err
+	}
+	k := &known{found: f, client: c, auths: make(map[credentials.Credential]*hostAuth)}
+	if len(s.known) == most {
+		s.known = slices.Delete(s.known, 0, 1) // pulls may use it: it ends with them
+	}
+	s.known = append(s.known, k)
+	return k, nil
+}
+
+func sameHeader(a, b http.Header) bool {
+	return maps.EqualFunc(a, b, slices.Equal)
+}
+
+// sameTLS compares what hosts.toml can say about TLS.
+func sameTLS(a, b *tls.Config) bool {
+	pools := a.RootCAs == b.RootCAs || a.RootCAs != nil && b.RootCAs != nil && a.RootCAs.Equal(b.RootCAs)
+	return pools && a.InsecureSkipVerify == b.InsecureSkipVerify &&
+		slices.EqualFunc(a.Certificates, b.Certificates, func(x, y tls.Certificate) bool {
+			return slices.EqualFunc(x.Certificate, y.Certificate, slices.Equal)
+		})
+}
+
+func isLoopback(registry string) bool {
+	host := registry
+	if h, _, err := net.SplitHostPort(registry); err == nil {
+		host = h
+	}
+	if host == "localhost" {
+		return true
+	}
+	ip := net.ParseIP(strings.Trim(host, "[]"))
+	return ip != nil && ip.IsLoopback()
+}
