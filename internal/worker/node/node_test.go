@@ -849,6 +849,7 @@ func TestReadsFailWhenTheServerDoesNotComeBack(t *testing.T) {
 	}
 	s.setLimit(-1)
 	s.listen(s.addr)
+	_, _ = h.pull(ref, api.Complete) // perhaps the one that has just failed, and is about to end
 	h.mustPull(ref, api.Complete)
 	h.same(m)
 }
