@@ -39,6 +39,7 @@ import (
 
 	"hydrofoil.dev/foil/internal/worker/api"
 	"hydrofoil.dev/foil/internal/worker/credentials"
+	"hydrofoil.dev/foil/internal/worker/fetch"
 	"hydrofoil.dev/foil/internal/worker/gate"
 	"hydrofoil.dev/foil/internal/worker/hosts"
 	"hydrofoil.dev/foil/internal/worker/keeper"
@@ -95,6 +96,7 @@ type Node struct {
 	loop    bool // EROFS is mounted over loop devices
 	keeper  *keeper.Client
 	hosts   *hosts.Set
+	kept    []*fetch.Client // of opts.Connect
 	// gateLost: there was no gate to take over when this daemon started.
 	gateLost bool
 
@@ -194,6 +196,7 @@ func New(opts Options) (_ *Node, err error) {
 		if err != nil {
 			return nil, fmt.Errorf("connect to %s: %w", base, err)
 		}
+		n.kept = append(n.kept, c)
 		n.work.Go(func() { c.Keep(n.ctx, opts.WarmUp) })
 	}
 	return n, nil
@@ -342,9 +345,9 @@ func (n *Node) Status(context.Context) (*api.Status, error) {
 	}
 	n.mu.Lock()
 	s.Warnings = slices.Clone(n.warnings)
-	for _, base := range n.opts.Connect {
-		w, ok := n.clients[base].Kept()
-		s.Servers = append(s.Servers, api.ServerStatus{URL: n.clients[base].Base(), Warm: ok, WarmUp: w.Bytes, Rate: w.Rate})
+	for _, c := range n.kept {
+		w, ok := c.Kept()
+		s.Servers = append(s.Servers, api.ServerStatus{URL: c.Base(), Warm: ok, WarmUp: w.Bytes, Rate: w.Rate})
 	}
 	pulls := make([]*pull, 0, len(n.pulls))
 	for _, p := range n.pulls {
