@@ -22,6 +22,7 @@ var ErrNotFound = errors.New("not in the catalog")
 type Catalog interface {
 	Repositories
 	Dedup
+	Startup
 	Close() error
 }
 
@@ -157,4 +158,72 @@ type Rootfs struct {
 	TOC     digest.Digest // of the encoded TOC
 	Key     string        // of the encoded TOC in the object store
 	Index   string        // object key of its frame index (package planner); rebuilt when lost
+}
+
+// Startup is what is known of startup sets: traces of services, and where the
+// pages of an image are. All of it belongs to one repository: what the clients of
+// another one say about the same rootfs has no influence.
+type Startup interface {
+	// NoteImage records a rootfs of a repository, as wanting a build. It keeps what
+	// is there if Repository, ChainID and TOC are known; another TOC empties Key and
+	// Previous and wants a build.
+	NoteImage(ctx context.Context, m StartupImage) error
+	// StartupImage returns what is recorded. Errors: ErrNotFound.
+	StartupImage(ctx context.Context, repo string, chainID digest.Digest) (StartupImage, error)
+	// StartupImages returns those of a repository, the latest Noted first.
+	StartupImages(ctx context.Context, repo string) ([]StartupImage, error)
+	// StaleImages returns at most limit images of all repositories whose Built is
+	// not Wanted, the latest Noted first.
+	StaleImages(ctx context.Context, limit int) ([]StartupImage, error)
+	// PutBuilt records Built, Generation, Key and Previous of an image that was
+	// noted. Errors: ErrNotFound.
+	PutBuilt(ctx context.Context, m StartupImage) error
+
+	// PutTrace records a trace of an image that was noted. A report takes the
+	// place of the one that its client sent before. Of the traces of one kind
+	// and service at most limits.Traces stay, of the services that have traces
+	// limits.Services: what goes is the oldest trace of the client that has most of
+	// them, and, of the services that t is not of, those that nobody recorded, then those
+	// that fewest clients know, then those that were heard of longest ago. Images of
+	// the repository with the same Platform want a build, since they may inherit.
+	// Errors: ErrNotFound when the image was not noted.
+	PutTrace(ctx context.Context, t Trace, limits TraceLimits) error
+	// Traces returns the traces of an image, oldest first.
+	Traces(ctx context.Context, repo string, chainID digest.Digest) ([]Trace, error)
+	// DeleteTraces removes those of one service, or, if it is empty, of all; those
+	// who may have inherited want a build. Errors: ErrNotFound when there are none.
+	DeleteTraces(ctx context.Context, repo string, chainID digest.Digest, service string) error
+}
+
+// StartupImage is one rootfs of a repository with its startup sets.
+type StartupImage struct {
+	Repository string
+	ChainID    digest.Digest
+	TOC        digest.Digest // of the encoded TOC
+	Platform   string        // only images of the same one inherit from each other
+	Noted      time.Time     // for the first time
+
+	Wanted     int64  // counts what changed that its sets are made from
+	Built      int64  // the value of Wanted when its sets were read; less: they are stale
+	Generation int64  // counts builds that wrote an object
+	Key        string // of its store of pages in the object store; empty: there is none
+	Previous   string // of the one before, which streams may still read
+}
+
+// Trace is one trace of a service, as it was sent.
+type Trace struct {
+	Repository string
+	ChainID    digest.Digest
+	TOC        digest.Digest // that its contents are numbered by
+	Service    string        // ID
+	Recorded   bool          // else reported by a worker
+	Client     string        // opaque name of who sent it
+	Received   time.Time
+	Body       []byte // encoded (package trace)
+}
+
+// TraceLimits bound what PutTrace keeps of one image.
+type TraceLimits struct {
+	Traces   int
+	Services int
 }

@@ -41,6 +41,8 @@ func Run(t *testing.T, fresh func(t *testing.T) Opener) {
 		{"Forget", testForget},
 		{"ManySegments", testManySegments},
 		{"Layers", testLayers},
+		{"StartupImages", testStartupImages},
+		{"Traces", testTraces},
 		{"Cancelled", testCancelled},
 		{"Concurrent", testConcurrent},
 		{"ConcurrentPacks", testConcurrentPacks},
@@ -563,6 +565,10 @@ func testReopen(t *testing.T, open Opener) {
 	check(t, c.LinkBlob(ctx, "r", b))
 	check(t, c.PutManifest(ctx, "r", m, "latest"))
 	check(t, c.AddPack(ctx, p))
+	note := startupImage("r", "rootfs", 5)
+	check(t, c.NoteImage(ctx, note))
+	kept := startupTrace(note, "service", "client", 1)
+	check(t, c.PutTrace(ctx, kept, catalog.TraceLimits{Traces: 2, Services: 2}))
 	check(t, c.Close())
 
 	for range 2 {
@@ -577,6 +583,12 @@ func testReopen(t *testing.T, open Opener) {
 		check(t, err)
 		wantEqual(t, "manifest", m, gotManifest)
 		wantLocated(t, c, []segment.ID{ID(10), ID(11)}, p)
+		traces, err := c.Traces(ctx, "r", note.ChainID)
+		check(t, err)
+		wantEqual(t, "traces", []catalog.Trace{kept}, traces)
+		stale, err := c.StaleImages(ctx, 10)
+		check(t, err)
+		wantEqual(t, "stale images", 1, len(stale))
 		check(t, c.AddPack(ctx, p))
 		check(t, c.Close())
 	}

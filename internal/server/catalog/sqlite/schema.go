@@ -89,6 +89,35 @@ var migrations = []string{
 		idx      TEXT NOT NULL
 	) STRICT, WITHOUT ROWID;
 	`,
+	`
+	CREATE TABLE startup_images (
+		id         INTEGER PRIMARY KEY,
+		repo       TEXT    NOT NULL,
+		chain_id   TEXT    NOT NULL,
+		toc        TEXT    NOT NULL,
+		platform   TEXT    NOT NULL,
+		noted      INTEGER NOT NULL, -- nanoseconds since 1970
+		wanted     INTEGER NOT NULL,
+		built      INTEGER NOT NULL,
+		generation INTEGER NOT NULL,
+		key        TEXT    NOT NULL,
+		previous   TEXT    NOT NULL,
+		UNIQUE (repo, chain_id)
+	) STRICT;
+	CREATE INDEX startup_images_stale ON startup_images (noted) WHERE built <> wanted;
+
+	CREATE TABLE traces (
+		id       INTEGER PRIMARY KEY AUTOINCREMENT, -- the order of arrival
+		image    INTEGER NOT NULL REFERENCES startup_images,
+		toc      TEXT    NOT NULL,
+		service  TEXT    NOT NULL,
+		recorded INTEGER NOT NULL,
+		client   TEXT    NOT NULL,
+		received INTEGER NOT NULL, -- nanoseconds since 1970
+		body     BLOB    NOT NULL
+	) STRICT;
+	CREATE INDEX traces_by_service ON traces (image, service, recorded);
+	`,
 }
 
 // migrate brings the database to the newest version.
