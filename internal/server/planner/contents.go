@@ -18,12 +18,20 @@ type Contents struct {
 	Index   *Index
 	Objects objects.Store
 
-	last uint32 // frame that raw holds, plus 1; 0: none
-	raw  []byte
+	last     uint32 // frame that raw holds, plus 1; 0: none
+	raw      []byte
+	verified uint32 // segment of that frame that was compared with its ID last, plus 1
 }
 
-// segment returns the bytes of segment n of the TOC, valid until the next call.
-func (c *Contents) segment(ctx context.Context, n uint32) ([]byte, error) {
+// Place returns a number that orders the segments of the TOC as they rest:
+// reading them in this order reads each frame once.
+func (c *Contents) Place(n uint32) uint64 {
+	return uint64(c.Index.frameOf[n])<<32 | uint64(c.Index.slotOf[n])
+}
+
+// Segment returns the bytes of segment n of the TOC, verified, valid until the
+// next call.
+func (c *Contents) Segment(ctx context.Context, n uint32) ([]byte, error) {
 	s := &c.TOC.Segments[n]
 	if s.ID.IsHole() {
 		return make([]byte, s.Length), nil
@@ -40,15 +48,18 @@ func (c *Contents) segment(ctx context.Context, n uint32) ([]byte, error) {
 		if c.raw, err = segment.DecodeFrame(c.raw[:0], b, int(f.raw)); err != nil {
 			return nil, fmt.Errorf("frame at %d of pack %s: %w", f.offset, p.Pack, err)
 		}
-		c.last = at + 1
+		c.last, c.verified = at+1, 0
 	}
 	from := uint32(0)
 	for _, n := range c.Index.lengths[f.first : f.first+c.Index.slotOf[n]] {
 		from += n
 	}
 	b := c.raw[from : from+s.Length]
-	if segment.Sum(b) != s.ID {
-		return nil, fmt.Errorf("segment %s in pack %s: its bytes are others", s.ID, c.Index.packs[f.pack])
+	if c.verified != n+1 {
+		if segment.Sum(b) != s.ID {
+			return nil, fmt.Errorf("segment %s in pack %s: its bytes are others", s.ID, c.Index.packs[f.pack])
+		}
+		c.verified = n + 1
 	}
 	return b, nil
 }
@@ -100,7 +111,7 @@ func (r *contentReader) ReadAt(p []byte, off int64) (n int, err error) {
 		if at < 0 || at >= int64(s.Length) {
 			continue
 		}
-		b, err := r.contents.segment(r.ctx, i)
+		b, err := r.contents.Segment(r.ctx, i)
 		if err != nil {
 			return n, fmt.Errorf("read content %s: %w", r.content.ID, err)
 		}

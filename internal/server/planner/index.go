@@ -46,7 +46,8 @@ import (
 // Index says where each segment of one TOC rests. It is immutable.
 type Index struct {
 	toc      digest.Digest
-	segments []toc.Segment // the TOC's
+	table    *toc.TOC      // chain ID, contents and segments only
+	segments []toc.Segment // the table's
 	packs    []string
 	frames   []frame
 	lengths  []uint32 // of the segments of all frames
@@ -109,7 +110,7 @@ func Build(ctx context.Context, t *toc.TOC, d digest.Digest, dedup catalog.Dedup
 	slices.SortFunc(list, func(a, b *catalog.Frame) int {
 		return cmp.Or(cmp.Compare(a.Pack, b.Pack), cmp.Compare(a.Offset, b.Offset))
 	})
-	x := &Index{toc: d, segments: t.Segments}
+	x := &Index{toc: d, table: table(t), segments: t.Segments}
 	for i, f := range list {
 		// Two pointers may name one frame.
 		if i > 0 && list[i-1].Pack == f.Pack && list[i-1].Offset == f.Offset {
@@ -192,12 +193,21 @@ func (x *Index) sort() {
 // TOC returns the digest of the encoded TOC that is indexed.
 func (x *Index) TOC() digest.Digest { return x.toc }
 
+// table is what an index keeps of a TOC.
+func table(t *toc.TOC) *toc.TOC {
+	return &toc.TOC{ChainID: t.ChainID, Contents: t.Contents, Segments: t.Segments}
+}
+
+// Table returns the TOC without its names and inodes: chain ID, contents and
+// segments.
+func (x *Index) Table() *toc.TOC { return x.table }
+
 // Len returns the number of segments of the TOC.
 func (x *Index) Len() int { return len(x.segments) }
 
 // Memory returns about how many bytes the index takes in memory.
 func (x *Index) Memory() int64 {
-	return int64(len(x.segments)*(48+4+4+4+8) + len(x.frames)*32 + len(x.lengths)*4 + 1024)
+	return int64(len(x.segments)*(48+4+4+4+8) + len(x.table.Contents)*48 + len(x.frames)*32 + len(x.lengths)*4 + 1024)
 }
 
 const (
@@ -273,7 +283,7 @@ func decode(b []byte, t *toc.TOC, d digest.Digest) (*Index, error) {
 		return nil, fmt.Errorf("%w: it is of TOC %q, %d bytes too many", ErrCorrupt, col[0].B, len(rest))
 	}
 	col[0].B = nil
-	x := &Index{toc: d, segments: t.Segments}
+	x := &Index{toc: d, table: table(t), segments: t.Segments}
 	for len(packs.B) > 0 {
 		x.packs = append(x.packs, string(packs.Block(4096)))
 	}

@@ -60,10 +60,12 @@ type Pick struct {
 }
 
 // Difference finds what is missing. The use: NewDifference, Have for every
-// rootfs that the worker has, Plan.
+// rootfs that the worker has, then, where there are startup sets, Lacks and
+// Arrive, then Plan.
 type Difference struct {
-	wants []*wanted
-	total uint32 // segments of all wants
+	wants   []*wanted
+	total   uint32 // segments of all wants
+	missing []bool // by number: it is to be sent; made by Lacks
 }
 
 type wanted struct {
@@ -187,6 +189,9 @@ const (
 	mergeWindow = 1 << 20
 )
 
+// SetOrder sets the order of a want; what it has too few ranks for keeps that of the TOC.
+func (d *Difference) SetOrder(want int, o Order) { d.wants[want].Order = o }
+
 // Plan puts the frames that hold what is missing into order. A frame goes as it
 // is stored when at least half of its bytes are wanted and all of it belongs to
 // images of this request: a worker must not get what it did not ask for (it may
@@ -270,7 +275,7 @@ func (d *Difference) candidates() ([]candidate, [][]uint32) {
 				local[k][f] = at
 			}
 			rank := uint32(s)
-			if w.Order != nil {
+			if s < len(w.Order) {
 				rank = w.Order[s]
 			}
 			c := &list[local[k][f]]
