@@ -53,6 +53,7 @@ finish. Whatever was acknowledged before is on disk, however it ends.`,
 	flags.StringVar(&opts.Listen, "listen", ":5000", "`HOST:PORT` to listen on; port 0 takes a free one and the log says which")
 	flags.StringVar(&opts.TLSCert, "tls-cert", "", "certificate `FILE` in PEM form, read again when it changes; without one: plain HTTP")
 	flags.StringVar(&opts.TLSKey, "tls-key", "", "`FILE` of the certificate's key in PEM form")
+	flags.Var(&opts.StartupMax, "startup-max", "how large the startup set of a service may be: a share of its image (16M are always allowed), or bytes such as `64M`; 0: none")
 	flags.DurationVar(&opts.Grace, "grace", 10*time.Second, "how long requests may go on when the server is told to end")
 	flags.TextVar(&level, "log-level", slog.LevelInfo, "least `LEVEL` to log: debug, info, warn or error")
 	configurable(cmd)

@@ -63,8 +63,9 @@
 // and the frame as package segment codes it.
 //
 // What is in a startup set is in segments, too. The plan leaves out a segment
-// when all of its pages are in the set, and sends every other one whole, so that pages may arrive
-// twice: they must then be equal.
+// when all of its pages are in the set, or in Have.Pages, unless it goes in one
+// frame with others that are wanted; every other segment is sent whole. So pages
+// may arrive twice: they must then be equal.
 //
 // Plan names segments by number: the segments of all TOCs of the stream, in the
 // order of the Image sections, numbered through from 0. Of segments with equal

@@ -1,16 +1,19 @@
 // Package bundles answers pulls: the HTTP handler of bundle.PullPath,
-// bundle.PromotePath and bundle.WarmPath.
+// bundle.PromotePath and bundle.WarmPath, and of bundle.TracePath and bundle.StartupPath, by which
+// it learns what to send first.
 //
 // The way of one pull. The request is decoded and its images are resolved; what
 // fails up to here is an HTTP error with a bundle.Error as its body. Then the
 // stream begins: Hello; for each image its rootfs is made if it is asked for the
-// first time (ingest), and its Image section is sent at once; the plan is made
-// and sent; the frames are read from their packs and sent, two runs ahead of the
-// network. What fails now is an Error section. A promotion finds the stream by
-// its ID and changes what is read next.
+// first time (ingest), and its Image section is sent at once; the startup sets
+// that were asked for are sent, as far as the worker lacks them, while the plan
+// of the rest is made; the plan is sent; the frames are read from their packs and
+// sent, two runs ahead of the network. What fails now is an Error section. A
+// promotion finds the stream by its ID and changes what is read next.
 package bundles
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -24,9 +27,12 @@ import (
 	"github.com/opencontainers/go-digest"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/format/trace"
+	"hydrofoil.dev/foil/internal/server/cache"
 	"hydrofoil.dev/foil/internal/server/catalog"
 	"hydrofoil.dev/foil/internal/server/objects"
 	"hydrofoil.dev/foil/internal/server/planner"
+	"hydrofoil.dev/foil/internal/server/startup"
 )
 
 // Options are what a Handler works with.
@@ -39,6 +45,8 @@ type Options struct {
 	// Repair makes anew what is lost or damaged of a rootfs and returns it. Nil
 	// means that such images fail.
 	Repair func(context.Context, *Resolved) (catalog.Rootfs, error)
+	// StartupMax is how large a startup set may be.
+	StartupMax startup.Limit
 	// Memory bounds the indices and orders kept in memory; 0 means 256 MiB.
 	Memory int64
 	// Patience bounds how long a request may take to arrive, and how long a
@@ -49,13 +57,15 @@ type Options struct {
 	Log *slog.Logger
 }
 
-// Handler serves pulls and promotions.
+// Handler serves pulls and promotions, and learns from traces. Close ends what it
+// does in the background.
 type Handler struct {
 	o       Options
 	log     *slog.Logger
 	streams streams
-	indices *cache[*planner.Index] // by digest of the encoded TOC
-	orders  *cache[planner.Order]  // by digests of config and encoded TOC
+	indices *cache.Cache[*planner.Index] // by digest of the encoded TOC
+	orders  *cache.Cache[planner.Order]  // by digests of config and encoded TOC
+	sets    *startup.Sets
 	mux     *http.ServeMux
 
 	mu       sync.Mutex
@@ -75,16 +85,26 @@ func New(o Options) *Handler {
 	}
 	h := &Handler{
 		o: o, log: o.Log, mux: http.NewServeMux(), suspects: map[digest.Digest]bool{},
-		indices: newCache(o.Memory*7/8, (*planner.Index).Memory),
-		orders:  newCache(o.Memory/8, func(x planner.Order) int64 { return int64(4*len(x)) + 1024 }),
+		indices: cache.New(o.Memory*7/8, (*planner.Index).Memory),
+		orders:  cache.New(o.Memory/8, func(x planner.Order) int64 { return int64(4*len(x)) + 1024 }),
 	}
+	h.sets = startup.New(startup.Options{
+		Catalog: o.Catalog, Objects: o.Objects, Load: h.loadTOC, Max: o.StartupMax, Memory: o.Memory / 8, Log: o.Log,
+	})
 	h.mux.HandleFunc("POST "+bundle.PullPath, h.pull)
+	h.mux.HandleFunc("POST "+bundle.TracePath, h.trace)
+	h.mux.HandleFunc("GET "+bundle.StartupPath, h.startup)
+	h.mux.HandleFunc("DELETE "+bundle.StartupPath, h.forget)
 	h.mux.HandleFunc("POST "+bundle.PromotePath, h.promote)
 	h.mux.HandleFunc("POST "+bundle.WarmPath, h.warm)
 	return h
 }
 
-// ServeHTTP serves bundle.PullPath, bundle.PromotePath and bundle.WarmPath.
+// Close ends what goes on in the background and waits for it. Requests must have
+// ended.
+func (h *Handler) Close() error { return h.sets.Close() }
+
+// ServeHTTP serves the paths of package bundle.
 func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) { h.mux.ServeHTTP(w, r) }
 
 // body reads a request of at most limit bytes.
@@ -189,19 +209,47 @@ func (p *pull) run(ctx context.Context, id string) error {
 		}
 		wants[i].Header = p.req.Images[i].Header
 	}
-	for i, m := range p.images {
-		if wants[i].Header {
-			continue
-		}
-		p.about = ref(m.Repository, m.Reference)
-		var err error
-		if wants[i].Order, err = p.h.order(ctx, m, wants[i].Index, encoded[i]); err != nil {
-			return err
-		}
-		encoded[i] = nil // not held all the way
-	}
-	plan, err := p.plan(ctx, wants)
+	d, err := planner.NewDifference(wants)
 	if err != nil {
+		return err
+	}
+	here, err := p.have(ctx, d, wants)
+	if err != nil {
+		return err
+	}
+	sets, deliveries := p.startup(ctx, d, wants, here)
+
+	// The plan is made while pages are on their way.
+	planning, cancel := context.WithCancel(ctx)
+	defer cancel()
+	type planned struct {
+		*planner.Plan
+		error
+	}
+	done := make(chan planned, 1)
+	go func() {
+		var err error
+		for i, m := range p.images {
+			if wants[i].Header || err != nil {
+				continue
+			}
+			var guess planner.Order
+			if guess, err = p.h.order(planning, m, wants[i].Index, encoded[i]); err == nil {
+				d.SetOrder(i, orderOf(wants[i].Index, guess, sets[i], deliveries[i] != nil))
+			}
+		}
+		if err != nil {
+			done <- planned{error: err}
+			return
+		}
+		done <- planned{Plan: d.Plan()}
+	}()
+	err = p.pages(ctx, wants, deliveries)
+	if err != nil {
+		cancel()
+	}
+	plan := <-done
+	if err := cmp.Or(err, plan.error); err != nil {
 		return err
 	}
 	p.queue.start(plan.Sources)
@@ -249,13 +297,10 @@ func (p *pull) header(ctx context.Context, i int, m *Resolved) (*planner.Index, 
 	return x, encoded, nil
 }
 
-// plan takes away what the worker has, one rootfs after the other, so that not
-// all of them need to be in memory.
-func (p *pull) plan(ctx context.Context, wants []planner.Want) (*planner.Plan, error) {
-	d, err := planner.NewDifference(wants)
-	if err != nil {
-		return nil, err
-	}
+// have takes away what the worker has, one rootfs after the other, so that not
+// all of them need to be in memory. It returns the pages that are here of each want, merged.
+func (p *pull) have(ctx context.Context, d *planner.Difference, wants []planner.Want) ([][]trace.Run, error) {
+	pages := make([][]trace.Run, len(wants))
 	for _, have := range p.req.Have {
 		r, err := p.h.o.Catalog.Rootfs(ctx, have.ChainID)
 		if errors.Is(err, catalog.ErrNotFound) || err == nil && r.TOC != have.TOC {
@@ -274,6 +319,21 @@ func (p *pull) plan(ctx context.Context, wants []planner.Want) (*planner.Plan, e
 			continue
 		}
 		d.Have(x, have.Present)
+		if len(have.Pages) == 0 {
+			continue
+		}
+		runs, rest, err := trace.NextRuns(have.Pages)
+		if err == nil {
+			err = trace.Check(runs, x.Table())
+		}
+		if err != nil || len(rest) > 0 {
+			return nil, &bundle.Error{Code: bundle.CodeInvalid, Message: fmt.Sprintf("pages of rootfs %s: %v, %d bytes too many", have.ChainID, err, len(rest))}
+		}
+		for i, w := range wants {
+			if w.Index.TOC() == r.TOC && !w.Header {
+				pages[i] = trace.Merge(append(pages[i], runs...))
+			}
+		}
 	}
-	return d.Plan(), nil
+	return pages, nil
 }

@@ -13,6 +13,7 @@ import (
 	"net/http"
 	"slices"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -25,19 +26,24 @@ import (
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/format/toc"
+	"hydrofoil.dev/foil/internal/format/trace"
 	"hydrofoil.dev/foil/internal/server/bundles"
 	"hydrofoil.dev/foil/internal/server/catalog"
 	"hydrofoil.dev/foil/internal/server/objects"
 	"hydrofoil.dev/foil/internal/server/planner/plannertest"
+	"hydrofoil.dev/foil/internal/server/startup"
 )
 
 // server is a bundle server over HTTP/2 without TLS, and a client of it.
 type server struct {
 	*plannertest.World
-	url    string
-	client *http.Client
-	made   atomic.Int32 // rootfs asked for
-	refuse atomic.Pointer[error]
+	url     string
+	client  *http.Client
+	made    atomic.Int32 // rootfs asked for
+	refuse  atomic.Pointer[error]
+	handler *bundles.Handler
+	max     startup.Limit
+	stop    func()
 	// repairs counts calls of Repair, which repairs nothing.
 	repairs atomic.Int32
 }
@@ -45,10 +51,21 @@ type server struct {
 func start(t testing.TB, store objects.Store) *server {
 	t.Helper()
 	s := &server{World: plannertest.New(t, store)}
+	s.serve(t)
+	return s
+}
+
+// serve starts the server, in place of the one that was running.
+func (s *server) serve(t testing.TB) {
+	t.Helper()
+	if s.stop != nil {
+		s.stop()
+	}
 	h := bundles.New(bundles.Options{
-		Catalog: s.Catalog,
-		Objects: s.Objects,
-		Log:     slog.New(slog.DiscardHandler),
+		StartupMax: s.max,
+		Catalog:    s.Catalog,
+		Objects:    s.Objects,
+		Log:        slog.New(slog.DiscardHandler),
 		Rootfs: func(ctx context.Context, m *bundles.Resolved) (catalog.Rootfs, error) {
 			s.made.Add(1)
 			if err := s.refuse.Load(); err != nil {
@@ -76,13 +93,16 @@ func start(t testing.TB, store objects.Store) *server {
 	tr := &http.Transport{Protocols: new(http.Protocols)}
 	tr.Protocols.SetUnencryptedHTTP2(true)
 	tr.HTTP2 = &http.HTTP2Config{MaxReadFrameSize: 1<<20 - 1} // as the worker has it
-	t.Cleanup(func() {
+	s.stop = sync.OnceFunc(func() {
 		tr.CloseIdleConnections()
 		hs.Close()
 		<-done
+		if err := h.Close(); err != nil {
+			t.Error(err)
+		}
 	})
-	s.url, s.client = "http://"+l.Addr().String(), &http.Client{Transport: tr}
-	return s
+	t.Cleanup(s.stop)
+	s.handler, s.url, s.client = h, "http://"+l.Addr().String(), &http.Client{Transport: tr}
 }
 
 func mustJSON(v any) []byte {
@@ -159,6 +179,10 @@ type pulled struct {
 	segments map[segment.ID][]byte // verified
 	bytes    int64
 	err      error
+
+	startups []*bundle.Startup
+	pages    map[trace.Run][]byte // verified, by run; the image is startups[0]'s
+	stored   int                  // bytes of Pages' frames
 }
 
 // pull asks for images and reads the stream to its end. onFrame is called after
@@ -171,7 +195,7 @@ func (s *server) pull(t testing.TB, req *bundle.Request, onFrame func(*pulled)) 
 		b, _ := io.ReadAll(resp.Body)
 		t.Fatalf("%s %s: %s", resp.Proto, resp.Status, b)
 	}
-	p := &pulled{segments: map[segment.ID][]byte{}}
+	p := &pulled{segments: map[segment.ID][]byte{}, pages: map[trace.Run][]byte{}}
 	r := bundle.NewReader(resp.Body, bundle.ReaderOptions{Request: req})
 	var ids []segment.ID
 	for {
@@ -210,6 +234,27 @@ func (s *server) pull(t testing.TB, req *bundle.Request, onFrame func(*pulled)) 
 			p.tocs = append(p.tocs, x)
 			for _, seg := range x.Segments {
 				ids = append(ids, seg.ID)
+			}
+		case *bundle.Startup:
+			if err := v.Resolve(p.tocs[v.Index]); err != nil {
+				t.Fatal(err)
+			}
+			p.startups = append(p.startups, v)
+		case *bundle.Pages:
+			x, set := p.tocs[v.Image], p.startups[len(p.startups)-1]
+			f := set.Frames[v.Frame]
+			raw, err := segment.DecodeFrame(nil, v.Data, int(f.RawLength))
+			if err != nil {
+				t.Fatal(err)
+			}
+			p.stored += len(v.Data)
+			for i := f.First; i < f.First+f.Count; i++ {
+				_, n := set.Runs[i].Range(x.Contents[set.Runs[i].Content].Size)
+				if segment.Sum(raw[:n]) != set.Digests[i] {
+					t.Fatalf("run %+v of frame %d has other bytes than its digest says", set.Runs[i], v.Frame)
+				}
+				p.pages[set.Runs[i]] = raw[:n]
+				raw = raw[n:]
 			}
 		case *bundle.Plan:
 			p.plan = v
@@ -596,6 +641,7 @@ func TestPatience(t *testing.T) {
 			return w.Catalog.Rootfs(ctx, m.ChainID)
 		},
 	})
+	defer h.Close()
 	s := &server{World: w}
 	s.image(t, "r", "1", plannertest.Files{"/large": text(9, 20<<20)}, ocispec.ImageConfig{})
 	ended := make(chan string, 4)

@@ -9,7 +9,8 @@ import (
 )
 
 // Prepare does for a manifest of a repository what its first pull would
-// otherwise wait for: its rootfs is made, and the index and order of it. The
+// otherwise wait for: its rootfs is made, its index and order, and the startup
+// sets that it inherits from another version in the repository. The
 // error is the one that the pull would get; a manifest that is no image is
 // CodeUnsupported.
 func (h *Handler) Prepare(ctx context.Context, repository string, manifest digest.Digest) error {
@@ -21,8 +22,10 @@ func (h *Handler) Prepare(ctx context.Context, repository string, manifest diges
 	if err != nil {
 		return err
 	}
-	_, err = h.order(ctx, m, x, encoded)
-	return err
+	if _, err = h.order(ctx, m, x, encoded); err != nil {
+		return err
+	}
+	return h.sets.Prepare(ctx, m.startupImage(x.TOC()))
 }
 
 // Suspect has an image verified, and what is damaged made anew, before it is

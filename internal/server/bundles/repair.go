@@ -44,7 +44,7 @@ func (h *Handler) whole(ctx context.Context, m *Resolved) (r catalog.Rootfs, enc
 	r, encoded, x, err = h.load(ctx, m, func(ctx context.Context, m *Resolved) (catalog.Rootfs, error) {
 		r, err := h.o.Repair(ctx, m)
 		if err == nil {
-			h.indices.drop(string(r.TOC)) // it names frames that are damaged
+			h.indices.Drop(string(r.TOC)) // it names frames that are damaged
 		}
 		return r, err
 	})

@@ -9,6 +9,7 @@ import (
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/format/toc"
 	"hydrofoil.dev/foil/internal/server/catalog"
+	"hydrofoil.dev/foil/internal/server/objects"
 	"hydrofoil.dev/foil/internal/server/planner"
 )
 
@@ -49,7 +50,7 @@ func (h *Handler) encodedTOC(ctx context.Context, r catalog.Rootfs) ([]byte, err
 // index returns the index of a rootfs; encoded is its TOC, or nil if the caller
 // does not have it.
 func (h *Handler) index(ctx context.Context, r catalog.Rootfs, encoded []byte) (*planner.Index, error) {
-	return h.indices.get(ctx, string(r.TOC), func(ctx context.Context) (*planner.Index, error) {
+	return h.indices.Get(ctx, string(r.TOC), func(ctx context.Context) (*planner.Index, error) {
 		b := encoded
 		if b == nil {
 			var err error
@@ -65,17 +66,46 @@ func (h *Handler) index(ctx context.Context, r catalog.Rootfs, encoded []byte) (
 	})
 }
 
-// order returns the order in which an image's segments are likely to be needed.
-// Without any the image arrives in the order of its TOC: late, but right.
+// order returns the order in which an image's segments are likely to be needed,
+// as far as can be guessed. It is kept as an object. Without any the image arrives
+// in the order of its TOC: late, but right.
 func (h *Handler) order(ctx context.Context, m *Resolved, x *planner.Index, encoded []byte) (planner.Order, error) {
-	return h.orders.get(ctx, string(m.Config.Digest)+" "+string(x.TOC()), func(ctx context.Context) (planner.Order, error) {
+	return h.orders.Get(ctx, string(m.Config.Digest)+" "+string(x.TOC()), func(ctx context.Context) (planner.Order, error) {
+		key := planner.OrderKey(m.Config.Digest, x.TOC())
+		b, err := readObject(ctx, h.o.Objects, key, 1<<30)
+		if err == nil {
+			var o planner.Order
+			if o, err = planner.DecodeOrder(b, m.Config.Digest, x.TOC(), x.Len()); err == nil {
+				return o, nil
+			}
+		}
+		if !errors.Is(err, objects.ErrNotFound) {
+			h.log.Warn("order is guessed anew", "image", ref(m.Repository, m.Reference), "error", err)
+		}
 		t, err := toc.Decode(encoded)
 		if err != nil {
 			return nil, fmt.Errorf("read TOC of %s: %w: %w", m.ChainID, errDamaged, err)
 		}
 		contents := &planner.Contents{TOC: t, Index: x, Objects: h.o.Objects}
-		return planner.Guess(ctx, contents, m.Image.Config), nil
+		o := planner.Guess(ctx, contents, m.Image.Config)
+		if err := h.save(ctx, key, o.Encode(m.Config.Digest, x.TOC())); err != nil {
+			h.log.Warn("guessed order cannot be kept", "image", ref(m.Repository, m.Reference), "error", err)
+		}
+		return o, nil
 	})
+}
+
+// save stores an object.
+func (h *Handler) save(ctx context.Context, key string, b []byte) error {
+	w, err := h.o.Objects.Create(ctx, key)
+	if err != nil {
+		return err
+	}
+	defer w.Close()
+	if _, err := w.Write(b); err != nil {
+		return err
+	}
+	return w.Commit()
 }
 
 // loadIndex reads the index object, or builds it anew and keeps it.
@@ -103,15 +133,7 @@ func (h *Handler) loadIndex(ctx context.Context, r catalog.Rootfs, t *toc.TOC) (
 
 func (h *Handler) saveIndex(ctx context.Context, r catalog.Rootfs, x *planner.Index) error {
 	r.Index = "indices/" + strings.Replace(string(r.TOC), ":", "/", 1)
-	w, err := h.o.Objects.Create(ctx, r.Index)
-	if err != nil {
-		return err
-	}
-	defer w.Close()
-	if _, err := w.Write(x.Encode()); err != nil {
-		return err
-	}
-	if err := w.Commit(); err != nil {
+	if err := h.save(ctx, r.Index, x.Encode()); err != nil {
 		return err
 	}
 	return h.o.Catalog.PutRootfs(ctx, r)

@@ -36,7 +36,7 @@ func (d *Difference) Lacks(want int, r trace.Run) bool {
 	k := d.wants[want]
 	first, end := overlapped(k.Index.table, r)
 	for s := first; s < end; s++ {
-		if d.missing[k.number[s]] {
+		if !k.Index.segments[s].ID.IsHole() && d.missing[k.number[s]] {
 			return true
 		}
 	}
@@ -66,7 +66,7 @@ func (d *Difference) Arrive(runs [][]trace.Run) {
 			continue
 		}
 		for s := range w.number {
-			if covered[k] == nil || !covered[k][s] {
+			if hole := w.Index.segments[s].ID.IsHole(); !hole && (covered[k] == nil || !covered[k][s]) {
 				left[w.number[s]]++
 			}
 		}
@@ -74,7 +74,7 @@ func (d *Difference) Arrive(runs [][]trace.Run) {
 	for _, w := range d.wants {
 		for s, n := range w.number {
 			if left[n] == 0 {
-				w.want[s] = false
+				w.want[s] = false // a hole is not wanted anyway
 			}
 		}
 	}

@@ -71,7 +71,7 @@ type Difference struct {
 type wanted struct {
 	Want
 	base   uint32
-	number []uint32 // by segment: the lowest number of an equal one in the stream
+	number []uint32 // by segment that is no hole: the lowest number of an equal one in the stream
 	want   []bool   // by segment: to be sent; only the lowest of equal ones
 }
 

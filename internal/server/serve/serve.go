@@ -33,6 +33,7 @@ import (
 	"hydrofoil.dev/foil/internal/server/ingest"
 	"hydrofoil.dev/foil/internal/server/objects"
 	"hydrofoil.dev/foil/internal/server/registry"
+	"hydrofoil.dev/foil/internal/server/startup"
 )
 
 // Options configure a Server.
@@ -45,6 +46,9 @@ type Options struct {
 	// TLSCert and TLSKey are files in PEM form. Without them the server speaks
 	// plain HTTP. They are read again for new connections when they change.
 	TLSCert, TLSKey string
+	// StartupMax is how large a startup set may be; the zero value is a quarter of
+	// the image.
+	StartupMax startup.Limit
 	// Grace is how long requests under way may go on after Close; 0 means 10 s.
 	// A pull that is cut off resumes elsewhere or later.
 	Grace time.Duration
@@ -131,12 +135,14 @@ func (s *Server) open(ctx context.Context) error {
 	ingester := &ingest.Ingester{Objects: store, Catalog: cat}
 	s.closers = append(s.closers, ingester.Close)
 	bundle := bundles.New(bundles.Options{
-		Catalog: cat,
-		Objects: store,
-		Rootfs:  rootfsOf(ingester.Rootfs, cat, store, s.log),
-		Repair:  rootfsOf(repair(ingester, store), cat, store, s.log),
-		Log:     s.log,
+		Catalog:    cat,
+		Objects:    store,
+		Rootfs:     rootfsOf(ingester.Rootfs, cat, store, s.log),
+		Repair:     rootfsOf(repair(ingester, store), cat, store, s.log),
+		StartupMax: s.opts.StartupMax,
+		Log:        s.log,
 	})
+	s.closers = append(s.closers, bundle.Close)
 	queue := newQueue(bundle, cat, s.log)
 	s.closers = append(s.closers, queue.Close)
 	reg, err := registry.New(registry.Options{
@@ -160,6 +166,8 @@ func (s *Server) open(ctx context.Context) error {
 	mux.Handle(format.PullPath, bundle)
 	mux.Handle(format.PromotePath, bundle)
 	mux.Handle(format.WarmPath, bundle)
+	mux.Handle(format.TracePath, bundle)
+	mux.Handle(format.StartupPath, bundle)
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, req *http.Request) {
 		if _, err := cat.ListRepositories(req.Context(), "", 0); err != nil {
 			s.log.Error("not healthy", "error", err)

@@ -1,4 +1,5 @@
-package bundles
+// Package cache keeps in memory what is dear to make.
+package cache
 
 import (
 	"container/list"
@@ -8,9 +9,9 @@ import (
 	"golang.org/x/sync/singleflight"
 )
 
-// cache keeps the values used last, up to a number of bytes, and makes each
+// Cache keeps the values used last, up to a number of bytes, and makes each
 // value once at a time.
-type cache[V any] struct {
+type Cache[V any] struct {
 	limit int64
 	cost  func(V) int64
 
@@ -28,13 +29,14 @@ type cached[V any] struct {
 	cost  int64
 }
 
-func newCache[V any](limit int64, cost func(V) int64) *cache[V] {
-	return &cache[V]{limit: limit, cost: cost, entries: map[string]*list.Element{}}
+// New returns an empty Cache of values that cost at most limit bytes together.
+func New[V any](limit int64, cost func(V) int64) *Cache[V] {
+	return &Cache[V]{limit: limit, cost: cost, entries: map[string]*list.Element{}}
 }
 
-// get returns the value of key, from load if it is not here. Whoever waits for
+// Get returns the value of key, from load if it is not here. Whoever waits for
 // another's load gets its value or its error; load goes on when ctx ends.
-func (c *cache[V]) get(ctx context.Context, key string, load func(context.Context) (V, error)) (V, error) {
+func (c *Cache[V]) Get(ctx context.Context, key string, load func(context.Context) (V, error)) (V, error) {
 	c.mu.Lock()
 	if e, ok := c.entries[key]; ok {
 		c.recent.MoveToFront(e)
@@ -45,7 +47,7 @@ func (c *cache[V]) get(ctx context.Context, key string, load func(context.Contex
 	done := c.loads.DoChan(key, func() (any, error) {
 		v, err := load(context.WithoutCancel(ctx))
 		if err == nil {
-			c.put(key, v)
+			c.Put(key, v)
 		}
 		return v, err
 	})
@@ -58,7 +60,8 @@ func (c *cache[V]) get(ctx context.Context, key string, load func(context.Contex
 	}
 }
 
-func (c *cache[V]) put(key string, v V) {
+// Put keeps a value, in place of the one that key has.
+func (c *Cache[V]) Put(key string, v V) {
 	e := &cached[V]{key, v, c.cost(v)}
 	if e.cost > c.limit {
 		return
@@ -75,8 +78,8 @@ func (c *cache[V]) put(key string, v V) {
 	}
 }
 
-// drop forgets a value.
-func (c *cache[V]) drop(key string) {
+// Drop forgets a value.
+func (c *Cache[V]) Drop(key string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if e, ok := c.entries[key]; ok {
@@ -85,7 +88,7 @@ func (c *cache[V]) drop(key string) {
 }
 
 // remove is called with mu held.
-func (c *cache[V]) remove(e *list.Element) {
+func (c *Cache[V]) remove(e *list.Element) {
 	v := c.recent.Remove(e).(*cached[V])
 	delete(c.entries, v.key)
 	c.used -= v.cost

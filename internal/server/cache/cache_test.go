@@ -1,4 +1,4 @@
-package bundles
+package cache
 
 import (
 	"context"
@@ -10,11 +10,11 @@ import (
 )
 
 func TestCacheForgetsTheOldest(t *testing.T) {
-	c := newCache(100, func(v int) int64 { return int64(v) })
+	c := New(100, func(v int) int64 { return int64(v) })
 	loads := map[string]int{}
 	get := func(key string, v int) {
 		t.Helper()
-		got, err := c.get(context.Background(), key, func(context.Context) (int, error) { loads[key]++; return v, nil })
+		got, err := c.Get(context.Background(), key, func(context.Context) (int, error) { loads[key]++; return v, nil })
 		if err != nil || got != v {
 			t.Fatalf("%s: %d, %v", key, got, err)
 		}
@@ -27,7 +27,7 @@ func TestCacheForgetsTheOldest(t *testing.T) {
 	get("b", 40) // c goes
 	get("large", 101)
 	get("large", 101) // never kept
-	c.drop("a")
+	c.Drop("a")
 	get("a", 40)
 	for key, want := range map[string]int{"a": 2, "b": 2, "c": 1, "large": 2} {
 		if loads[key] != want {
@@ -40,7 +40,7 @@ func TestCacheForgetsTheOldest(t *testing.T) {
 }
 
 func TestCacheLoadsOnce(t *testing.T) {
-	c := newCache(100, func(int) int64 { return 1 })
+	c := New(100, func(int) int64 { return 1 })
 	var loads atomic.Int32
 	begun, finish := make(chan struct{}), make(chan struct{})
 	load := func(context.Context) (int, error) {
@@ -54,7 +54,7 @@ func TestCacheLoadsOnce(t *testing.T) {
 	ctx, cancel := context.WithCancel(context.Background())
 	var wg sync.WaitGroup
 	wg.Go(func() {
-		if _, err := c.get(ctx, "k", load); !errors.Is(err, context.Canceled) {
+		if _, err := c.Get(ctx, "k", load); !errors.Is(err, context.Canceled) {
 			t.Errorf("cancelled: %v", err)
 		}
 	})
@@ -63,7 +63,7 @@ func TestCacheLoadsOnce(t *testing.T) {
 	wg.Wait()
 	for range 5 {
 		wg.Go(func() {
-			if v, err := c.get(context.Background(), "k", load); v != 7 || err != nil {
+			if v, err := c.Get(context.Background(), "k", load); v != 7 || err != nil {
 				t.Errorf("%d, %v", v, err)
 			}
 		})
@@ -73,10 +73,10 @@ func TestCacheLoadsOnce(t *testing.T) {
 	if n := loads.Load(); n != 1 {
 		t.Errorf("loaded %d times", n)
 	}
-	if _, err := c.get(context.Background(), "bad", func(context.Context) (int, error) { return 0, fmt.Errorf("no") }); err == nil {
+	if _, err := c.Get(context.Background(), "bad", func(context.Context) (int, error) { return 0, fmt.Errorf("no") }); err == nil {
 		t.Error("an error was swallowed")
 	}
-	if v, err := c.get(context.Background(), "bad", load); v != 7 || err != nil {
+	if v, err := c.Get(context.Background(), "bad", load); v != 7 || err != nil {
 		t.Errorf("after an error: %d, %v", v, err)
 	}
 }

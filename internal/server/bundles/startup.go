@@ -1,0 +1,228 @@
+package bundles
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"net/netip"
+	"slices"
+
+	"github.com/opencontainers/go-digest"
+
+	"hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/format/toc"
+	"hydrofoil.dev/foil/internal/format/trace"
+	"hydrofoil.dev/foil/internal/server/planner"
+	"hydrofoil.dev/foil/internal/server/startup"
+)
+
+// startup finds the set of each image, and selects what the worker lacks of
+// those it asked for; here are the pages it has, by image. What these bring is
+// left out of the plan. Sets only make a pull faster: it goes on without one that
+// cannot be had.
+func (p *pull) startup(ctx context.Context, d *planner.Difference, wants []planner.Want, here [][]trace.Run) ([]*startup.Set, []*startup.Delivery) {
+	sets := make([]*startup.Set, len(wants))
+	deliveries := make([]*startup.Delivery, len(wants))
+	arrive := make([][]trace.Run, len(wants))
+	for i, m := range p.images {
+		if wants[i].Header {
+			continue
+		}
+		arrive[i] = here[i]
+		args := p.req.Images[i].Args
+		if args == nil {
+			args = slices.Concat(m.Image.Config.Entrypoint, m.Image.Config.Cmd)
+		}
+		x := wants[i].Index
+		set, err := p.h.sets.Find(ctx, m.startupImage(x.TOC()), args, x.Table())
+		if err != nil && ctx.Err() == nil {
+			p.h.log.Warn("image is sent without its startup set", "image", ref(m.Repository, m.Reference), "error", err)
+		}
+		if set == nil {
+			continue
+		}
+		sets[i] = set
+		if !p.req.Images[i].Startup {
+			continue
+		}
+		deliveries[i] = set.Select(x.Table(), func(r trace.Run) bool {
+			return !trace.Contains(here[i], r) && d.Lacks(i, r)
+		})
+		deliveries[i].Wire.Index = i
+		arrive[i] = slices.Concat(here[i], deliveries[i].Wire.Runs)
+	}
+	d.Arrive(arrive)
+	return sets, deliveries
+}
+
+// orderOf returns in which order the rest of an image is likely to be needed:
+// what its service touched in some runs, but not in most; what pages have brought
+// in part; and as guessed. If the pages of the set are not sent, they are first.
+func orderOf(x *planner.Index, guess planner.Order, set *startup.Set, sent bool) planner.Order {
+	switch {
+	case set == nil:
+		return guess
+	case sent:
+		return x.OrderBy(guess, set.Late, set.Runs())
+	}
+	return x.OrderBy(guess, set.Runs(), set.Late)
+}
+
+// pages sends startup sets, frame by frame.
+func (p *pull) pages(ctx context.Context, wants []planner.Want, deliveries []*startup.Delivery) error {
+	for i, delivery := range deliveries {
+		if delivery == nil {
+			continue
+		}
+		x := wants[i].Index
+		if err := p.w.Startup(&delivery.Wire, x.Table()); err != nil {
+			return writeFailed{err}
+		}
+		p.about = ref(p.images[i].Repository, p.images[i].Reference)
+		contents := &planner.Contents{TOC: x.Table(), Index: x, Objects: p.h.o.Objects}
+		err := delivery.Send(ctx, contents, func(frame uint32, data []byte) error {
+			if err := p.w.Pages(i, frame, data); err != nil {
+				return writeFailed{err}
+			}
+			if err := p.flush(); err != nil {
+				return writeFailed{err}
+			}
+			return nil
+		})
+		if isDamage(err) {
+			p.h.suspect(p.images[i])
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// startupImage names the image to package startup.
+func (r *Resolved) startupImage(toc digest.Digest) startup.Image {
+	return startup.Image{Repository: r.Repository, ChainID: r.ChainID, TOC: toc, Platform: platform(&r.Image.Platform)}
+}
+
+// loadTOC returns the TOC of a rootfs and its index.
+func (h *Handler) loadTOC(ctx context.Context, chainID digest.Digest) (*toc.TOC, *planner.Index, error) {
+	r, err := h.o.Catalog.Rootfs(ctx, chainID)
+	if err != nil {
+		return nil, nil, err
+	}
+	encoded, err := h.encodedTOC(ctx, r)
+	if err != nil {
+		return nil, nil, err
+	}
+	t, err := toc.Decode(encoded)
+	if err != nil {
+		return nil, nil, fmt.Errorf("read TOC of %s: %w: %w", r.ChainID, errDamaged, err)
+	}
+	x, err := h.index(ctx, r, encoded)
+	return t, x, err
+}
+
+// named resolves the image that a request's parameters name, as a pull does, and
+// returns its index.
+func (h *Handler) named(r *http.Request) (*Resolved, *planner.Index, error) {
+	want := bundle.ImageRequest{Repository: r.URL.Query().Get("repository"), Reference: r.URL.Query().Get("reference")}
+	if want.Repository == "" || want.Reference == "" {
+		return nil, nil, &bundle.Error{Code: bundle.CodeInvalid, Message: "want the parameters repository and reference"}
+	}
+	m, err := resolve(r.Context(), h.o.Catalog, h.o.Objects, want)
+	if err != nil {
+		return nil, nil, err
+	}
+	_, _, x, err := h.whole(r.Context(), m)
+	return m, x, err
+}
+
+// about names the image of a request in messages.
+func about(r *http.Request) string {
+	q := r.URL.Query()
+	return ref(q.Get("repository"), q.Get("reference"))
+}
+
+// trace takes a trace.
+func (h *Handler) trace(w http.ResponseWriter, r *http.Request) {
+	b, err := h.body(w, r, startup.MaxTrace)
+	if err == nil {
+		var m *Resolved
+		var x *planner.Index
+		if m, x, err = h.named(r); err == nil {
+			err = h.sets.Add(r.Context(), m.startupImage(x.TOC()), x.Table(), client(r), b)
+		}
+	}
+	if errors.Is(err, startup.ErrRefused) {
+		err = &bundle.Error{Code: bundle.CodeInvalid, Message: err.Error()}
+	}
+	if err != nil {
+		writeError(w, h.log, err, about(r))
+		return
+	}
+	w.WriteHeader(http.StatusNoContent)
+}
+
+// startup answers with what there is of an image's startup sets.
+func (h *Handler) startup(w http.ResponseWriter, r *http.Request) {
+	m, x, err := h.named(r)
+	var v any
+	if err == nil {
+		if id := r.URL.Query().Get("service"); id != "" {
+			v, err = h.sets.Service(r.Context(), m.startupImage(x.TOC()), x.Table(), id)
+		} else {
+			v, err = h.sets.Report(r.Context(), m.startupImage(x.TOC()), x.Table())
+		}
+	}
+	if errors.Is(err, startup.ErrUnknown) {
+		err = &bundle.Error{Code: bundle.CodeNotFound, Message: err.Error()}
+	}
+	if err != nil {
+		writeError(w, h.log, err, about(r))
+		return
+	}
+	w.Header().Set("Content-Type", "application/json")
+	_ = json.NewEncoder(w).Encode(v) // the client has gone if this fails
+}
+
+// forget forgets a service, or all of an image's.
+func (h *Handler) forget(w http.ResponseWriter, r *http.Request) {
+	m, x, err := h.named(r)
+	if err == nil {
+		err = h.sets.Forget(r.Context(), m.startupImage(x.TOC()), r.URL.Query().Get("service"))
+	}
+	if errors.Is(err, startup.ErrUnknown) {
+		err = &bundle.Error{Code: bundle.CodeNotFound, Message: err.Error()}
+	}
+	if err != nil {
+		writeError(w, h.log, err, about(r))
+		return
+	}
+	w.WriteHeader(http.StatusNoContent)
+}
+
+// client names who sent a request, as far as influence on sets goes: by network
+// address, of which an IPv6 host has 2^64. What a client says about itself
+// does not count.
+func client(r *http.Request) string {
+	host, _, err := net.SplitHostPort(r.RemoteAddr)
+	if err != nil {
+		host = r.RemoteAddr
+	}
+	if a, err := netip.ParseAddr(host); err == nil {
+		a = a.Unmap().WithZone("")
+		if a.Is6() {
+			if p, err := a.Prefix(64); err == nil {
+				a = p.Addr()
+			}
+		}
+		host = a.String()
+	}
+	sum := sha256.Sum256([]byte("client " + host))
+	return hex.EncodeToString(sum[:12])
+}

@@ -1,0 +1,237 @@
+package startup
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"hash/crc32"
+	"math/bits"
+	"slices"
+
+	"hydrofoil.dev/foil/internal/format/segment"
+	"hydrofoil.dev/foil/internal/format/toc"
+	"hydrofoil.dev/foil/internal/format/trace"
+	"hydrofoil.dev/foil/internal/server/objects"
+	"hydrofoil.dev/foil/internal/server/planner"
+)
+
+const (
+	// frameTarget is how many bytes of pages go into a frame.
+	frameTarget = 256 << 10
+	// batchBytes is how many bytes of pages are in memory at once while a store
+	// is built. The packs are read once for each batch.
+	batchBytes = 64 << 20
+	// maxLate bounds the runs that are kept for the order of a service.
+	maxLate = 1 << 15
+)
+
+// planned is a service whose set has been chosen.
+type planned struct {
+	Service
+	set []ranked // by need
+}
+
+// lay puts the pages of services into frames: those that the same services have
+// are together, in the order of need, and none is twice. Services get the frames
+// they have, in the order in which they need them first; the common set, what
+// half or more of the services have.
+func lay(services []planned, t *toc.TOC) *Store {
+	s := &Store{ChainID: t.ChainID}
+	var spans []span
+	for i, v := range services {
+		for _, r := range v.set {
+			spans = append(spans, span{r, i})
+		}
+		v.Frames = nil
+		s.Services = append(s.Services, v.Service)
+	}
+	// A piece of pages that have the same services, and when each needs it.
+	type piece struct {
+		ranked // at: the soonest
+		needs  []uint32
+	}
+	classes := map[uint64][]piece{}
+	sweep(spans, func(r trace.Run, of []span) {
+		mask := uint64(0)
+		p := piece{ranked: ranked{Run: r}, needs: make([]uint32, len(of))}
+		slices.SortFunc(of, func(a, b span) int { return cmp.Compare(a.of, b.of) })
+		for i, v := range of {
+			mask |= 1 << v.of
+			p.needs[i] = v.clip(r.First, r.End()).at
+		}
+		p.at = slices.Min(p.needs)
+		classes[mask] = append(classes[mask], p)
+	})
+	masks := make([]uint64, 0, len(classes))
+	for m := range classes {
+		masks = append(masks, m)
+	}
+	slices.SortFunc(masks, func(a, b uint64) int {
+		return cmp.Or(cmp.Compare(bits.OnesCount64(b), bits.OnesCount64(a)), cmp.Compare(a, b))
+	})
+
+	type need struct{ frame, at uint32 }
+	needs := make([][]need, len(services))
+	var common []need
+	for _, mask := range masks {
+		list := classes[mask]
+		slices.SortFunc(list, func(a, b piece) int {
+			return cmp.Or(cmp.Compare(a.at, b.at), cmp.Compare(a.Content, b.Content), cmp.Compare(a.First, b.First))
+		})
+		var open []trace.Run
+		var first []uint32 // by service of the mask
+		raw := int64(0)
+		closeFrame := func() {
+			if len(open) == 0 {
+				return
+			}
+			f := uint32(len(s.Frames))
+			merged := trace.Merge(open)
+			s.Frames = append(s.Frames, Frame{Raw: uint32(raw), First: uint32(len(s.Runs)), Count: uint32(len(merged))})
+			s.Runs = append(s.Runs, merged...)
+			rest := mask
+			for _, at := range first {
+				i := bits.TrailingZeros64(rest)
+				rest &= rest - 1
+				needs[i] = append(needs[i], need{f, at})
+			}
+			if 2*bits.OnesCount64(mask) >= len(services) {
+				common = append(common, need{f, slices.Min(first)})
+			}
+			open, first, raw = open[:0], nil, 0
+		}
+		for _, p := range list {
+			for from := p.First; from < p.End(); {
+				room := uint32((frameTarget - raw) / trace.BlockSize)
+				if room == 0 {
+					closeFrame()
+					continue
+				}
+				part := p.clip(from, min(p.End(), from+room))
+				if first == nil {
+					first = slices.Repeat([]uint32{^uint32(0)}, len(p.needs))
+				}
+				for i, at := range p.needs {
+					first[i] = min(first[i], at+from-p.First)
+				}
+				_, n := part.Range(t.Contents[p.Content].Size)
+				open, raw, from = append(open, part.Run), raw+n, part.End()
+			}
+		}
+		closeFrame()
+	}
+	order := func(list []need) []uint32 {
+		slices.SortStableFunc(list, func(a, b need) int { return cmp.Compare(a.at, b.at) })
+		out := make([]uint32, len(list))
+		for i, n := range list {
+			out[i] = n.frame
+		}
+		return out
+	}
+	for i := range s.Services {
+		s.Services[i].Frames = order(needs[i])
+	}
+	s.Common = order(common)
+	return s
+}
+
+// write reads the pages of a store that was laid out from the packs, verified,
+// and writes the object; it sets the frames' places and the runs' digests.
+func (s *Store) write(ctx context.Context, store objects.Store, key string, t *toc.TOC, contents *planner.Contents) (err error) {
+	w, err := store.Create(ctx, key)
+	if err != nil {
+		return fmt.Errorf("write startup pages %s: %w", key, err)
+	}
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("write startup pages %s: %w", key, err)
+		}
+		err = errors.Join(err, w.Close())
+	}()
+	if _, err := w.Write([]byte(magic)); err != nil {
+		return err
+	}
+	s.Digests = make([]segment.ID, len(s.Runs))
+	offset := int64(len(magic))
+	var encoded []byte
+	for first := 0; first < len(s.Frames); {
+		end, raw := first, int64(0)
+		for ; end < len(s.Frames) && (end == first || raw+int64(s.Frames[end].Raw) <= batchBytes); end++ {
+			raw += int64(s.Frames[end].Raw)
+		}
+		batch := s.Frames[first:end]
+		last := batch[len(batch)-1]
+		runs := s.Runs[batch[0].First : last.First+last.Count]
+		pages, err := readRuns(ctx, contents, t, runs)
+		if err != nil {
+			return err
+		}
+		for i := range batch {
+			f := &batch[i]
+			body := pages[:f.Raw]
+			pages = pages[f.Raw:]
+			rest := body
+			for k, r := range s.Runs[f.First : f.First+f.Count] {
+				_, n := r.Range(t.Contents[r.Content].Size)
+				s.Digests[int(f.First)+k] = segment.Sum(rest[:n])
+				rest = rest[n:]
+			}
+			if encoded, err = segment.AppendFrame(encoded[:0], segment.Zstd, body); err != nil {
+				return err
+			}
+			f.Offset, f.Length, f.Sum = offset, uint32(len(encoded)), crc32.Checksum(encoded, castagnoli)
+			offset += int64(f.Length)
+			if _, err := w.Write(encoded); err != nil {
+				return err
+			}
+		}
+		first = end
+	}
+	if _, err := w.Write(s.encode(t)); err != nil {
+		return err
+	}
+	return w.Commit()
+}
+
+// readRuns returns the bytes of runs, one after the other, read from the packs
+// in the order in which they rest there.
+func readRuns(ctx context.Context, contents *planner.Contents, t *toc.TOC, runs []trace.Run) ([]byte, error) {
+	type part struct {
+		segment uint32
+		from    uint32 // byte of the segment
+		n       uint32
+		to      int64 // place in the result
+	}
+	var parts []part
+	all := int64(0)
+	for _, r := range runs {
+		c := &t.Contents[r.Content]
+		off, n := r.Range(c.Size)
+		list := t.Segments[c.First : c.First+c.Segments]
+		i, _ := slices.BinarySearchFunc(list, off+1, func(g toc.Segment, off int64) int {
+			return cmp.Compare(g.Offset+int64(g.Length), off)
+		})
+		for end := off + n; off < end; i++ {
+			from := off - list[i].Offset
+			take := min(int64(list[i].Length)-from, end-off)
+			if !list[i].ID.IsHole() {
+				parts = append(parts, part{c.First + uint32(i), uint32(from), uint32(take), all})
+			}
+			off += take
+			all += take
+		}
+	}
+	out := make([]byte, all)
+	slices.SortFunc(parts, func(a, b part) int {
+		return cmp.Or(cmp.Compare(contents.Place(a.segment), contents.Place(b.segment)), cmp.Compare(a.segment, b.segment), cmp.Compare(a.from, b.from))
+	})
+	for _, p := range parts {
+		b, err := contents.Segment(ctx, p.segment)
+		if err != nil {
+			return nil, err
+		}
+		copy(out[p.to:], b[p.from:p.from+p.n])
+	}
+	return out, nil
+}
