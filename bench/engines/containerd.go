@@ -2,12 +2,14 @@ package engines
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"runtime"
 	"strconv"
 	"strings"
 	"syscall"
@@ -103,6 +105,7 @@ type containerdWorker struct {
 	dir         string
 	snapshotter string
 	proxy       string // socket of a snapshotter in another process, if it is
+	transfer    bool   // pull by containerd's transfer service, which tells the snapshotter what of
 	daemon      *site.Process
 	runs        int
 }
@@ -132,6 +135,10 @@ func (w *containerdWorker) Start(ctx context.Context) (err error) {
 	if w.proxy != "" {
 		fmt.Fprintf(&config, "[proxy_plugins.%s]\ntype = \"snapshot\"\naddress = %q\n", w.snapshotter, w.proxy)
 	}
+	if w.transfer {
+		fmt.Fprintf(&config, "[proxy_plugins.%s.exports]\nenable_remote_snapshot_annotations = \"true\"\n", w.snapshotter)
+		fmt.Fprintf(&config, "[[plugins.\"io.containerd.transfer.v1.local\".unpack_config]]\nplatform = \"linux/%s\"\nsnapshotter = %q\n", runtime.GOARCH, w.snapshotter)
+	}
 	path := filepath.Join(w.dir, "config.toml")
 	if err := os.WriteFile(path, []byte(config.String()), 0o644); err != nil {
 		return fmt.Errorf("bench: %w", err)
@@ -160,7 +167,7 @@ func (w *containerdWorker) ctr(ctx context.Context, args ...string) (string, err
 // Pull gets an image whole.
 func (w *containerdWorker) Pull(ctx context.Context, ref string) error {
 	args := []string{"images", "pull", "--plain-http", "--snapshotter", w.snapshotter}
-	if w.tools.major >= 2 {
+	if w.tools.major >= 2 && !w.transfer {
 		args = append(args, "--local") // the way that 1.x has; the other takes no snapshotter
 	}
 	_, err := w.ctr(ctx, append(args, ref)...)
@@ -185,6 +192,7 @@ func (w *containerdWorker) start(ctx context.Context, ctr, ref string, command [
 	if err != nil {
 		return nil, err
 	}
+	p.Init = func(context.Context) (int, error) { return readPID(pidFile) }
 	c := &Container{p, func() error { return w.stopContainer(p, id) }}
 	// It is written when the container exists, just before it is let go.
 	err = p.Until(ctx, "start a container", func() bool {
@@ -196,6 +204,41 @@ func (w *containerdWorker) start(ctx context.Context, ctr, ref string, command [
 	}
 	t.Mark(Started)
 	return c, nil
+}
+
+// readPID reads a process ID from a file.
+func readPID(path string) (int, error) {
+	text, err := os.ReadFile(path)
+	if err != nil {
+		return 0, fmt.Errorf("bench: %w", err)
+	}
+	pid, err := strconv.Atoi(strings.TrimSpace(string(text)))
+	if err != nil {
+		return 0, fmt.Errorf("bench: %s: %w", path, err)
+	}
+	return pid, nil
+}
+
+// runcInit is the first process of the only container below a state directory of
+// runc's.
+func runcInit(ctx context.Context, state string) (int, error) {
+	out, err := command(ctx, "runc", "--root", state, "list", "--format", "json")
+	if err != nil {
+		return 0, err
+	}
+	var list []struct {
+		PID    int    `json:"pid"`
+		Status string `json:"status"`
+	}
+	if err := json.Unmarshal([]byte(out), &list); err != nil {
+		return 0, fmt.Errorf("bench: runc's list of containers: %w", err)
+	}
+	for _, c := range list {
+		if c.Status == "running" {
+			return c.PID, nil
+		}
+	}
+	return 0, errors.New("bench: runc runs no container")
 }
 
 func (w *containerdWorker) stopContainer(p *site.Process, id string) error {

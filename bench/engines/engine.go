@@ -5,6 +5,7 @@
 //	overlayfs     containerd, full pull, its overlayfs snapshotter
 //	erofs         containerd, full pull, its erofs snapshotter and differ
 //	stargz        containerd and stargz-snapshotter, images converted and traced
+//	soci          containerd and the SOCI snapshotter, images indexed, with a prefetch list
 //	curl          a plain download of the compressed layers, run by nobody
 //
 // and T*, the floor, which is no engine: see MeasureFloor.
@@ -33,18 +34,22 @@ type Image struct {
 	Built   *images.Built
 	Ready   site.Readiness
 	Command []string // replaces the image's, if not empty
+	// Touched are the files, by path from the root, of which pages are read
+	// before it is ready, for engines that take such a list.
+	Touched []string
 }
 
 // Programs say where the engines' programs are, where that is not PATH.
 type Programs struct {
 	Foil       string
 	Containerd string // its ctr and shim are beside it, or on PATH
-	Stargz     string // directory of containerd-stargz-grpc and ctr-remote
+	Peers      string // a directory of peers' programs, looked into before PATH
 }
 
 // Preparation is what an engine needs done to an image before it can be pulled.
 type Preparation struct {
-	What    string        `json:"what"` // in words
+	Version string        `json:"version"` // of the engine, as Find tells it
+	What    string        `json:"what"`    // in words
 	Time    time.Duration `json:"time_ns"`
 	Storage int64         `json:"storage"` // bytes on the server, beyond the pushed layers
 }
@@ -86,6 +91,13 @@ type Worker interface {
 // meanwhile are to its advantage.
 type Forgetful interface{ Forgets() }
 
+// Cloud is an engine that needs a server of its own beside the registry.
+type Cloud interface {
+	// Serve starts it in the cloud; it keeps everything below root, and finds it
+	// there again when it is started anew.
+	Serve(ctx context.Context, s *site.Site, p Programs, root string) (stop func() error, err error)
+}
+
 // Container is a running container.
 type Container struct {
 	*site.Process // the command that runs it in the foreground
@@ -107,6 +119,7 @@ func All() []Engine {
 		&Containerd{Snapshotter: "overlayfs"},
 		&Containerd{Snapshotter: "erofs"},
 		&Stargz{},
+		&SOCI{},
 		&Curl{},
 	}
 }

@@ -8,6 +8,8 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
+	"strings"
 	"syscall"
 	"time"
 
@@ -27,6 +29,8 @@ type Floor struct {
 	Touched    int64         `json:"touched"`    // bytes of the pages that were read
 	Compressed int64         `json:"compressed"` // of those whose contents are new here, all in one zstd stream
 
+	// Files are those that were touched, by path from the root.
+	Files    []string                   `json:"-"`
 	contents map[[sha256.Size]byte]bool // of the whole image
 }
 
@@ -140,6 +144,7 @@ func startAlone(ctx context.Context, s *site.Site, im Image, lower, parent, id s
 		return 0, err
 	}
 	defer func() { err = errors.Join(err, kill(s, state, id, p)) }()
+	p.Init = func(ctx context.Context) (int, error) { return runcInit(ctx, state) }
 	if err := im.Ready.Wait(ctx, s.Link, p); err != nil {
 		return 0, err
 	}
@@ -224,6 +229,9 @@ func collectTouched(tree string, have map[[sha256.Size]byte]bool) (Floor, error)
 		}
 		sum := sha256.Sum256(content)
 		s.contents[sum] = true
+		if slices.ContainsFunc(f.pages, func(page byte) bool { return page&1 != 0 }) {
+			s.Files = append(s.Files, strings.TrimPrefix(f.path, tree))
+		}
 		for i, resident := range f.pages {
 			if resident&1 == 0 {
 				continue

@@ -31,11 +31,11 @@ func (*Stargz) Find(ctx context.Context, p Programs) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	daemon, err := find(p.Stargz, "containerd-stargz-grpc")
+	daemon, err := find(p.Peers, "containerd-stargz-grpc")
 	if err != nil {
 		return "", err
 	}
-	if _, err := find(p.Stargz, "ctr-remote"); err != nil {
+	if _, err := find(p.Peers, "ctr-remote"); err != nil {
 		return "", err
 	}
 	if _, err := find("", "fusermount"); err != nil {
@@ -70,7 +70,7 @@ func (*Stargz) Prepare(ctx context.Context, s *site.Site, p Programs, im Image) 
 	if err := w.Pull(ctx, im.Ref); err != nil {
 		return result, err
 	}
-	remote, err := find(p.Stargz, "ctr-remote")
+	remote, err := find(p.Peers, "ctr-remote")
 	if err != nil {
 		return result, err
 	}
@@ -117,10 +117,10 @@ func (w *stargzWorker) Start(ctx context.Context) (err error) {
 	if err := os.MkdirAll(w.root, 0o711); err != nil {
 		return fmt.Errorf("bench: %w", err)
 	}
-	if w.remote, err = find(w.programs.Stargz, "ctr-remote"); err != nil {
+	if w.remote, err = find(w.programs.Peers, "ctr-remote"); err != nil {
 		return err
 	}
-	daemon, err := find(w.programs.Stargz, "containerd-stargz-grpc")
+	daemon, err := find(w.programs.Peers, "containerd-stargz-grpc")
 	if err != nil {
 		return err
 	}

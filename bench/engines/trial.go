@@ -48,6 +48,7 @@ type Trial struct {
 	marks  map[Mark]Point
 	waits  int64
 	waited time.Duration
+	arena  int64
 
 	quit, gone chan struct{}
 	line       []Point // what moved, every tick
@@ -113,6 +114,14 @@ func (t *Trial) Waits(n int64, sum time.Duration) {
 	t.waits, t.waited = n, sum
 }
 
+// ArenaReady notes how many bytes of contents had been written to the worker's
+// disk when the container was ready.
+func (t *Trial) ArenaReady(n int64) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.arena = n
+}
+
 // Waited is what Waits was told.
 func (t *Trial) Waited() (n int64, sum time.Duration) {
 	t.mu.Lock()
@@ -161,12 +170,16 @@ func (t *Trial) Quiet(ctx context.Context, period time.Duration, m Mark) error {
 
 // Outcome is what a trial came to.
 type Outcome struct {
-	Marks    map[Mark]Point `json:"marks"`
-	CPU      time.Duration  `json:"cpu_ns"` // processor time of the engine's processes
-	Memory   int64          `json:"memory"` // bytes, the sum of the peaks of its daemons' resident sets
-	Waits    int64          `json:"waits"`  // reads that had to wait until ready, if the engine tells
-	Waited   time.Duration  `json:"waited_ns"`
-	Timeline []Point        `json:"timeline,omitempty"`
+	Marks  map[Mark]Point `json:"marks"`
+	CPU    time.Duration  `json:"cpu_ns"` // processor time of the engine's processes
+	Memory int64          `json:"memory"` // bytes, the sum of the peaks of its daemons' resident sets
+	Waits  int64          `json:"waits"`  // reads that had to wait until ready, if the engine tells
+	Waited time.Duration  `json:"waited_ns"`
+	// ArenaReady is how many bytes of contents were on the worker's disk at ready
+	// that were not there before, decompressed, if the engine tells; over
+	// Floor.Touched, how much more was written than read.
+	ArenaReady int64   `json:"arena_bytes_ready,omitempty"`
+	Timeline   []Point `json:"timeline,omitempty"`
 }
 
 // End ends a trial. Clients are the IDs of commands that still run.
@@ -174,7 +187,7 @@ func (t *Trial) End(clients ...int) Outcome {
 	o := Outcome{CPU: t.spent(clients) - t.cpu, Memory: peak(t.pids)}
 	close(t.quit)
 	<-t.gone
-	o.Marks, o.Waits, o.Waited = t.marks, t.waits, t.waited
+	o.Marks, o.Waits, o.Waited, o.ArenaReady = t.marks, t.waits, t.waited, t.arena
 	o.Timeline = thin(t.line, 400)
 	return o
 }

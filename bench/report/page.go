@@ -155,6 +155,7 @@ type breakdown struct {
 type breakdownRow struct {
 	Engine                                                         string
 	Deploy, Running, Ready, Total, OfFloor, Amplified, Packets     string
+	Written                                                        string
 	Bytes, All, CPU, Memory, Disk, Waits, LoadRate, LoadP99, Count string
 }
 
@@ -194,7 +195,7 @@ func (m *model) row(c cell, im results.Image) breakdownRow {
 		Engine: label(c.engine), Count: fmt.Sprint(len(m.runs[c])),
 		Deploy: secs(at(engines.Pulled)), Running: secs(at(engines.Started) - at(engines.Pulled)),
 		Ready: secs(at(engines.Ready) - at(engines.Started)), Total: secs(at(engines.Ready)),
-		OfFloor: "–", Amplified: "–", Waits: "–", LoadRate: "–", LoadP99: "–", Memory: "–", Disk: "–",
+		OfFloor: "–", Amplified: "–", Written: "–", Waits: "–", LoadRate: "–", LoadP99: "–", Memory: "–", Disk: "–",
 		Packets: fmt.Sprintf("%.1f K", median(func(r results.Run) float64 {
 			p := r.Marks[engines.Ready]
 			return float64(p.DownPackets + p.UpPackets)
@@ -209,6 +210,9 @@ func (m *model) row(c cell, im results.Image) breakdownRow {
 	}
 	if im.Floor.Touched > 0 {
 		r.Amplified = fmt.Sprintf("%.2f", bytes/float64(im.Floor.Touched))
+	}
+	if written := median(func(r results.Run) float64 { return float64(r.ArenaReady) }); written > 0 && im.Floor.Touched > 0 {
+		r.Written = fmt.Sprintf("%.2f", written/float64(im.Floor.Touched))
 	}
 	if memory := median(func(r results.Run) float64 { return float64(r.Memory) }); memory > 0 {
 		r.Memory = megs(memory)

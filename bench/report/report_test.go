@@ -60,7 +60,7 @@ func made() results.Everything {
 						r.Timeline = []engines.Point{{}, {Time: ready, Down: 9e6}, {Time: 2 * ready, Down: 36e6}}
 						r.CPU, r.Memory, r.Disk = time.Second, 40e6, 100e6
 						if engine == "hydrofoil" {
-							r.Waits, r.Waited = 7, 300*time.Millisecond
+							r.Waits, r.Waited, r.ArenaReady = 7, 300*time.Millisecond, 15e6
 							r.Load = &workloads.Load{Tool: "redis-benchmark", Rate: 20000, P99: 2 * time.Millisecond}
 						}
 						all.Runs = append(all.Runs, r)

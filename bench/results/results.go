@@ -42,10 +42,12 @@ type Matrix struct {
 	Images  []string        `json:"images"`  // names, without tags
 	RTTs    []time.Duration `json:"rtts_ns"` // of the link
 	Rates   []int64         `json:"rates"`
-	Runs    int             `json:"runs"`
-	Load    time.Duration   `json:"load_ns"` // how long a ready server is put under load
-	Seed    uint64          `json:"seed"`    // of the order of runs
-	Note    string          `json:"note,omitempty"`
+	// ImageRates are those of images that are measured at others than Rates.
+	ImageRates map[string][]int64 `json:"image_rates,omitempty"`
+	Runs       int                `json:"runs"`
+	Load       time.Duration      `json:"load_ns"` // how long a ready server is put under load
+	Seed       uint64             `json:"seed"`    // of the order of runs
+	Note       string             `json:"note,omitempty"`
 }
 
 // Host is the machine.
@@ -71,9 +73,10 @@ type Image struct {
 	Digest   string        `json:"digest"`
 	Layers   []int64       `json:"layers"` // compressed bytes of each
 	Probe    string        `json:"probe"`
-	Push     time.Duration `json:"push_ns"` // with skopeo, and ingestion by the server
-	Storage  int64         `json:"storage"` // bytes that the registry has grown by
-	Floor    engines.Floor `json:"floor"`   // Compressed is without what the earlier version has
+	Push     time.Duration `json:"push_ns"`     // with skopeo, and ingestion by the server
+	Ingested time.Duration `json:"ingested_ns"` // until the server had ingested it, after that
+	Storage  int64         `json:"storage"`     // bytes that the registry has grown by
+	Floor    engines.Floor `json:"floor"`       // Compressed is without what the earlier version has
 	FloorErr string        `json:"floor_error,omitempty"`
 	// Prepared is by engine; PrepareErr has those that failed.
 	Prepared   map[string]engines.Preparation `json:"prepared"`

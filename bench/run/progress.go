@@ -9,30 +9,75 @@ import (
 	"hydrofoil.dev/foil/bench/results"
 )
 
-// progress estimates how long the rest will take: as long, on average, as the
-// sessions so far.
+// progress estimates how long the rest will take: as much longer than foreseen as
+// the sessions so far.
 type progress struct {
-	left, done int
-	spent      time.Duration
-	slowest    string
-	most       time.Duration
+	left            int
+	rest            time.Duration // foreseen of what is left
+	foreseen, spent time.Duration // of what is done
 }
 
-func (p *progress) ended(engine string, took time.Duration) {
+func (p *progress) ended(foreseen, took time.Duration) {
 	p.left--
-	p.done++
+	p.rest -= foreseen
+	p.foreseen += foreseen
 	p.spent += took
-	if took > p.most {
-		p.most, p.slowest = took, engine
-	}
 }
 
 func (p *progress) String() string {
-	if p.done == 0 {
-		return fmt.Sprintf("[%d to go] ", p.left)
+	rest := p.rest
+	if p.foreseen > 0 {
+		rest = time.Duration(float64(rest) * float64(p.spent) / float64(p.foreseen))
 	}
-	rest := p.spent / time.Duration(p.done) * time.Duration(p.left)
 	return fmt.Sprintf("[%d to go, about %v] ", p.left, rest.Round(time.Second))
+}
+
+// What a run takes besides its bytes: daemons start and stop, caches are dropped,
+// every byte is verified, and the worker is removed. Measured on two cores.
+const (
+	aroundRun   = 4 * time.Second
+	aroundRound = 20 * time.Second // the link is made and tried
+	localRate   = 1e9              // bits a second, of a link without limits
+)
+
+// foresee is how long a session will take, if the machine is idle.
+func foresee(s session) (took time.Duration) {
+	for i, k := range s.keys {
+		layers := float64(s.versions[i].Built.LayerBytes())
+		switch {
+		case k.Engine == "hydrofoil" && k.Kind == results.Update:
+			layers *= 0.3 // what differs
+		case k.Engine == "hydrofoil":
+			layers *= 0.9
+		}
+		rate := float64(k.Rate)
+		if rate == 0 || rate > localRate {
+			rate = localRate
+		}
+		// Half a dozen round trips and the ends of transfers.
+		took += aroundRun + 6*k.RTT + time.Duration(layers*8*1.1/rate*float64(time.Second))
+		if k.Engine != "curl" {
+			// Unpacking and verifying are bound by the processor.
+			took += time.Duration(layers / 40e6 * float64(time.Second))
+		}
+	}
+	return took
+}
+
+// forecast says how much there is to do and how long it will take.
+func forecast(rounds []round) string {
+	var sessions, runs int
+	var took time.Duration
+	for _, r := range rounds {
+		took += aroundRound
+		for _, s := range r.sessions {
+			sessions++
+			runs += len(s.keys)
+			took += foresee(s)
+		}
+	}
+	return fmt.Sprintf("%d runs in %d sessions and %d rounds are to be made; on an idle machine that takes about %v, and the preparation of images that are new here some minutes more",
+		runs, sessions, len(rounds), took.Round(time.Minute))
 }
 
 // tell is a run in one line.

@@ -22,8 +22,9 @@ import (
 func (m *matrix) record(ctx context.Context) error {
 	now := results.Matrix{
 		Format: results.Format, Command: m.Command, Commit: m.Commit, Began: time.Now().UTC(), Host: host(), Note: m.Note,
-		Images: m.Images, RTTs: m.RTTs, Rates: m.Rates, Runs: m.Runs, Load: m.Load, Seed: m.Seed,
+		Images: m.Images, RTTs: m.RTTs, Rates: m.Rates, ImageRates: m.ImageRates, Runs: m.Runs, Load: m.Load, Seed: m.Seed,
 	}
+	m.kernel, m.versions = now.Host.Kernel, map[string]string{}
 	for _, name := range m.Engines {
 		e, err := engines.Named(name)
 		if err != nil {
@@ -38,6 +39,7 @@ func (m *matrix) record(ctx context.Context) error {
 			m.log("%s is left out: %v", name, err)
 		} else {
 			m.engines = append(m.engines, e)
+			m.versions[name] = info.Version
 		}
 		if name == "hydrofoil" {
 			now.Foil = info.Version
@@ -90,6 +92,12 @@ func merge(before, now results.Matrix) (results.Matrix, error) {
 	before.Images = union(before.Images, now.Images)
 	before.RTTs = union(before.RTTs, now.RTTs)
 	before.Rates = union(before.Rates, now.Rates)
+	for image, rates := range now.ImageRates {
+		if before.ImageRates == nil {
+			before.ImageRates = map[string][]int64{}
+		}
+		before.ImageRates[image] = union(before.ImageRates[image], rates)
+	}
 	if before.Foil == "" {
 		before.Foil = now.Foil
 	}

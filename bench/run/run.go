@@ -44,20 +44,24 @@ type Options struct {
 	Images   []string // names of declared ones, without tags
 	RTTs     []time.Duration
 	Rates    []int64 // bits a second, 0 is no limit
-	Runs     int
-	Load     time.Duration // how long a ready server is put under load; 0: not at all
-	Out      string        // result directory
-	Cache    string        // directory on a disk: images are kept there, and workers live there
-	Seed     uint64
-	Command  []string // of the caller, for the record
-	Commit   string   // the same
-	Note     string   // the same
+	// ImageRates are for images that are measured at other rates than Rates.
+	ImageRates map[string][]int64
+	Runs       int
+	Load       time.Duration // how long a ready server is put under load; 0: not at all
+	Out        string        // result directory
+	Cache      string        // directory on a disk: images are kept there, and workers live there
+	Seed       uint64
+	Command    []string // of the caller, for the record
+	Commit     string   // the same
+	Note       string   // the same
 	// SkipUpdates leaves out second versions.
 	SkipUpdates bool
 	// SkipCheck does not try each link first, which takes some seconds.
 	SkipCheck bool
 	// RetryFailed makes those runs again that failed.
 	RetryFailed bool
+	// Forecast says how long it would take, and runs nothing.
+	Forecast bool
 	// Timeout ends a run; 10 minutes if 0.
 	Timeout time.Duration
 	Log     func(line string)
@@ -68,8 +72,10 @@ type matrix struct {
 	Options
 	out      results.Dir
 	dir      string // scratch
-	registry string // the server's root, kept until everything is done
+	state    state
+	kernel   string
 	engines  []engines.Engine
+	versions map[string]string // of engines, by name
 	images   [][]engines.Image // by image, its versions
 	progress *progress
 }
@@ -88,6 +94,14 @@ func Run(ctx context.Context, o Options) (err error) {
 			return fmt.Errorf("bench: %w", err)
 		}
 	}
+	if err := os.MkdirAll(o.Cache, 0o755); err != nil {
+		return fmt.Errorf("bench: %w", err)
+	}
+	// runc takes no path with a symbolic link, and the kernel names mounts by the
+	// path without.
+	if o.Cache, err = filepath.EvalSymlinks(o.Cache); err != nil {
+		return fmt.Errorf("bench: %w", err)
+	}
 	m := &matrix{Options: o, out: results.Dir(o.Out)}
 	if err := m.record(ctx); err != nil {
 		return err
@@ -104,12 +118,19 @@ func (m *matrix) measure(ctx context.Context) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, site.RemoveTree(m.dir)) }()
-	m.registry = filepath.Join(m.Out, "registry")
 	rounds := m.plan()
 	if len(rounds) == 0 {
 		m.log("all of it has been run already")
-		return site.RemoveTree(m.registry)
+		return nil
 	}
+	m.log("%s", forecast(rounds))
+	if m.Forecast {
+		return nil
+	}
+	if m.state, err = openState(m.Cache, m.Programs.Foil); err != nil {
+		return err
+	}
+	defer m.state.unlock()
 	if err := m.prepare(ctx); err != nil {
 		return err
 	}
@@ -118,8 +139,7 @@ func (m *matrix) measure(ctx context.Context) (err error) {
 			return err
 		}
 	}
-	// Everything has been run: what is pushed is of no more use.
-	return site.RemoveTree(m.registry)
+	return nil
 }
 
 func (m *matrix) log(format string, args ...any) {
@@ -162,9 +182,20 @@ func (m *matrix) build(ctx context.Context) error {
 	return nil
 }
 
-// prepare pushes images, has every engine prepare them, and measures floors.
+// prepare pushes images, measures floors, and has every engine prepare them, as
+// far as that has not been done.
 func (m *matrix) prepare(ctx context.Context) (err error) {
-	if m.prepared() {
+	var todo [][]engines.Image
+	for _, versions := range m.images {
+		ready, err := m.recall(versions)
+		if err != nil {
+			return err
+		}
+		if !ready {
+			todo = append(todo, versions)
+		}
+	}
+	if len(todo) == 0 {
 		return nil
 	}
 	return m.at(ctx, link.Options{}, func(s *site.Site) error {
@@ -173,13 +204,13 @@ func (m *matrix) prepare(ctx context.Context) (err error) {
 			return err
 		}
 		defer func() { err = errors.Join(err, full.Stop()) }()
-		for _, versions := range m.images {
-			if m.preparedImage(versions) {
-				continue
-			}
+		for _, versions := range todo {
+			// The floor of an update needs the contents of the version before,
+			// which are not kept: all floors of an image are measured, or none.
+			floors := slices.ContainsFunc(versions, m.lacksFloor)
 			var earlier *engines.Floor
 			for _, im := range versions {
-				done, err := m.prepareImage(ctx, s, full, im, earlier)
+				done, err := m.prepareImage(ctx, s, full, im, floors, earlier)
 				if err != nil {
 					return fmt.Errorf("prepare %s: %w", im.Name, err)
 				}
@@ -190,115 +221,147 @@ func (m *matrix) prepare(ctx context.Context) (err error) {
 	})
 }
 
-// prepared reports whether nothing is left to prepare.
-func (m *matrix) prepared() bool {
-	for _, versions := range m.images {
-		if !m.preparedImage(versions) {
-			return false
-		}
-	}
-	return true
-}
-
-// preparedImage reports whether all versions of an image are in the registry, and
-// all engines have prepared them.
-func (m *matrix) preparedImage(versions []engines.Image) bool {
-	if _, err := os.Stat(m.registry); err != nil {
-		return false
-	}
+// recall writes down what earlier matrices have prepared, and reports whether that
+// is everything: all versions of an image are in the registry, have floors, and
+// all engines have prepared them, or have failed in this matrix.
+func (m *matrix) recall(versions []engines.Image) (all bool, err error) {
+	all = true
 	for _, im := range versions {
-		done, err := m.out.Image(im.Name)
-		if err != nil || done.Digest != im.Built.Digest.String() {
-			return false
+		if m.lacksFloor(im) {
+			return false, nil
 		}
-		for _, e := range m.engines {
-			if _, ok := done.Prepared[e.Name()]; !ok && done.PrepareErr[e.Name()] == "" {
-				return false
-			}
+		p, _ := m.state.image(im.Name, im.Built.Digest.String())
+		if before, err := m.out.Image(im.Name); err == nil && !m.RetryFailed {
+			p.PrepareErr = before.PrepareErr
+		}
+		all = all && len(m.unprepared(p)) == 0
+		if err := m.out.PutImage(p.Image); err != nil {
+			return false, err
 		}
 	}
-	return true
+	return all, nil
 }
 
-func (m *matrix) prepareImage(ctx context.Context, s *site.Site, full engines.Worker, im engines.Image, earlier *engines.Floor) (results.Image, error) {
-	done := results.Image{
-		Name: im.Name, Digest: im.Built.Digest.String(), Probe: im.Ready.Probe,
-		Prepared: map[string]engines.Preparation{}, PrepareErr: map[string]string{},
-	}
-	for _, layer := range im.Built.Manifest.Layers {
-		done.Layers = append(done.Layers, layer.Size)
-	}
-	if err := os.MkdirAll(m.registry, 0o755); err != nil {
-		return done, fmt.Errorf("bench: %w", err)
-	}
-	before, err := site.DiskBytes(m.registry)
-	if err != nil {
-		return done, err
-	}
-	began := time.Now()
-	if err := engines.Push(ctx, s, im); err != nil {
-		return done, err
-	}
-	done.Push = time.Since(began)
-	if done.Storage, err = m.settled(ctx, before); err != nil {
-		return done, err
-	}
-	ingested := time.Since(began) - done.Push
-	m.log("pushed %s: %.1f MB, %.1f s", im.Name, float64(im.Built.LayerBytes())/1e6, done.Push.Seconds())
+// lacksFloor reports whether an image has not been pushed, or has no floor.
+func (m *matrix) lacksFloor(im engines.Image) bool {
+	p, ok := m.state.image(im.Name, im.Built.Digest.String())
+	return !ok || p.Kernel != m.kernel || p.Floor.Warm == 0 && (p.FloorErr == "" || m.RetryFailed)
+}
+
+// unprepared are the engines that have not prepared an image, in this version.
+func (m *matrix) unprepared(p prepared) (left []engines.Engine) {
 	for _, e := range m.engines {
-		p, err := e.Prepare(ctx, s, m.Programs, im)
+		if done, ok := p.Prepared[e.Name()]; (!ok || done.Version != m.versions[e.Name()]) && p.PrepareErr[e.Name()] == "" {
+			left = append(left, e)
+		}
+	}
+	return left
+}
+
+func (m *matrix) prepareImage(ctx context.Context, s *site.Site, full engines.Worker, im engines.Image, floor bool, earlier *engines.Floor) (prepared, error) {
+	p, pushed := m.state.image(im.Name, im.Built.Digest.String())
+	if !pushed {
+		p.Image = results.Image{Name: im.Name, Digest: im.Built.Digest.String(), Probe: im.Ready.Probe}
+		for _, layer := range im.Built.Manifest.Layers {
+			p.Layers = append(p.Layers, layer.Size)
+		}
+		if err := m.push(ctx, s, im, &p); err != nil {
+			return p, err
+		}
+	}
+	p.PrepareErr = map[string]string{}
+	if floor {
+		m.measureFloor(ctx, s, full, im, earlier, &p)
+		if ctx.Err() != nil {
+			return p, context.Cause(ctx)
+		}
+	}
+	if err := m.state.put(p); err != nil {
+		return p, err
+	}
+	im.Touched = p.Touched
+	for _, e := range m.unprepared(p) {
+		done, err := e.Prepare(ctx, s, m.Programs, im)
+		if ctx.Err() != nil {
+			return p, context.Cause(ctx)
+		}
 		if err != nil {
-			if ctx.Err() != nil {
-				return done, err
-			}
-			done.PrepareErr[e.Name()] = err.Error()
+			p.PrepareErr[e.Name()] = err.Error()
 			m.log("%s cannot prepare %s: %v", e.Name(), im.Name, err)
 			continue
 		}
 		if e.Name() == "hydrofoil" {
-			p.Time, p.Storage = ingested, done.Storage-im.Built.LayerBytes()
+			done.Time, done.Storage = p.Ingested, p.Storage-im.Built.LayerBytes()
 		}
-		done.Prepared[e.Name()] = p
+		if done.Time > 0 {
+			m.log("%s prepared %s: %.1f s, %.1f MB", e.Name(), im.Name, done.Time.Seconds(), float64(done.Storage)/1e6)
+		}
+		done.Version = m.versions[e.Name()]
+		p.Prepared[e.Name()] = done
+		if err := m.state.put(p); err != nil {
+			return p, err
+		}
 	}
-	limited, cancel := context.WithTimeoutCause(ctx, m.Timeout, site.ErrTooLong)
+	return p, m.out.PutImage(p.Image)
+}
+
+// push pushes an image, and waits until it is ingested.
+func (m *matrix) push(ctx context.Context, s *site.Site, im engines.Image, p *prepared) error {
+	before, err := m.settled(ctx)
+	if err != nil {
+		return err
+	}
+	began := time.Now()
+	if err := engines.Push(ctx, s, im); err != nil {
+		return err
+	}
+	p.Push = time.Since(began)
+	after, err := m.settled(ctx)
+	if err != nil {
+		return err
+	}
+	p.Storage, p.Ingested = after-before, time.Since(began)-p.Push
+	p.Prepared = map[string]engines.Preparation{}
+	m.log("pushed %s: %.1f MB, %.1f s", im.Name, float64(im.Built.LayerBytes())/1e6, p.Push.Seconds())
+	return nil
+}
+
+// measureFloor notes T* of an image, or why there is none.
+func (m *matrix) measureFloor(ctx context.Context, s *site.Site, full engines.Worker, im engines.Image, earlier *engines.Floor, p *prepared) {
+	ctx, cancel := context.WithTimeoutCause(ctx, m.Timeout, site.ErrTooLong)
 	defer cancel()
-	if err := pullForFloor(limited, full, im); err == nil {
-		done.Floor, err = engines.MeasureFloor(limited, s, full.(engines.Mounter), im, earlier)
-		if err != nil {
-			done.FloorErr = err.Error()
-		}
-	} else {
-		done.FloorErr = err.Error()
+	p.Kernel, p.Floor, p.FloorErr = m.kernel, engines.Floor{}, ""
+	err := pullForFloor(ctx, full, im)
+	if err == nil {
+		p.Floor, err = engines.MeasureFloor(ctx, s, full.(engines.Mounter), im, earlier)
 	}
-	if ctx.Err() != nil {
-		return done, context.Cause(ctx)
+	if err != nil {
+		p.FloorErr = err.Error()
+		m.log("no floor of %s: %v", im.Name, err)
+		return
 	}
-	if done.FloorErr != "" {
-		m.log("no floor of %s: %s", im.Name, done.FloorErr)
-	} else {
-		m.log("floor of %s: warm start %.2f s, %.2f MB touched", im.Name, done.Floor.Warm.Seconds(), float64(done.Floor.Touched)/1e6)
-	}
-	return done, m.out.PutImage(done)
+	p.Touched = p.Floor.Files
+	m.log("floor of %s: warm start %.2f s, %.2f MB touched", im.Name, p.Floor.Warm.Seconds(), float64(p.Floor.Touched)/1e6)
 }
 
 // settled waits until the registry has ingested what was pushed, that is, until
-// its directory has not grown for a second, and says how much it grew.
-func (m *matrix) settled(ctx context.Context, before int64) (grown int64, err error) {
+// its directory has not grown for a second, and says how large it is.
+func (m *matrix) settled(ctx context.Context) (size int64, err error) {
 	for still := 0; still < 4; still++ {
+		now, err := site.DiskBytes(m.state.registry())
+		if err != nil {
+			return 0, err
+		}
+		if now != size {
+			size, still = now, 0
+		}
 		select {
 		case <-ctx.Done():
 			return 0, context.Cause(ctx)
 		case <-time.After(250 * time.Millisecond):
 		}
-		now, err := site.DiskBytes(m.registry)
-		if err != nil {
-			return 0, err
-		}
-		if now-before != grown {
-			grown, still = now-before, 0
-		}
 	}
-	return grown, nil
+	return size, nil
 }
 
 func pullForFloor(ctx context.Context, full engines.Worker, im engines.Image) error {
@@ -324,11 +387,20 @@ func (m *matrix) at(ctx context.Context, o link.Options, fn func(s *site.Site) e
 	}
 	defer func() { err = errors.Join(err, l.Close()) }()
 	s := &site.Site{Dir: dir, Link: l}
-	server, err := engines.Serve(ctx, s, m.Programs.Foil, m.registry)
+	server, err := engines.Serve(ctx, s, m.Programs.Foil, m.state.registry())
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, server.Stop(syscall.SIGTERM)) }()
+	for _, e := range m.engines {
+		if cloud, ok := e.(engines.Cloud); ok {
+			stop, err := cloud.Serve(ctx, s, m.Programs, m.state.peer(e.Name()))
+			if err != nil {
+				return err
+			}
+			defer func() { err = errors.Join(err, stop()) }()
+		}
+	}
 	return fn(s)
 }
 
@@ -349,29 +421,47 @@ type round struct {
 
 // plan is what is left to do, in order.
 func (m *matrix) plan() (rounds []round) {
-	var left int
+	m.progress = &progress{}
 	for rep := 1; rep <= m.Runs; rep++ {
-		for _, rate := range m.Rates {
+		for _, rate := range m.rates() {
 			for _, rtt := range m.RTTs {
 				r := round{rtt: rtt, rate: rate, rep: rep}
 				dice := rand.New(rand.NewPCG(m.Seed, uint64(rep)<<32|uint64(rtt.Milliseconds())))
 				for _, i := range dice.Perm(len(m.images)) {
 					for _, j := range dice.Perm(len(m.engines)) {
 						s := m.session(m.engines[j], m.images[i], r)
-						if !m.done(s) {
+						if slices.Contains(m.ratesOf(s.keys[0].Image), rate) && !m.done(s) {
 							r.sessions = append(r.sessions, s)
+							m.progress.left++
+							m.progress.rest += foresee(s)
 						}
 					}
 				}
 				if len(r.sessions) > 0 {
 					rounds = append(rounds, r)
-					left += len(r.sessions)
 				}
 			}
 		}
 	}
-	m.progress = &progress{left: left}
 	return rounds
+}
+
+// ratesOf are the rates at which an image is measured.
+func (m *matrix) ratesOf(image string) []int64 {
+	if own, ok := m.ImageRates[image]; ok {
+		return own
+	}
+	return m.Rates
+}
+
+// rates are those of any image.
+func (m *matrix) rates() (all []int64) {
+	for _, versions := range m.images {
+		name, _, _ := strings.Cut(versions[0].Name, ":")
+		all = union(all, m.ratesOf(name))
+	}
+	slices.Sort(all)
+	return all
 }
 
 func (m *matrix) session(e engines.Engine, versions []engines.Image, r round) session {
@@ -410,7 +500,7 @@ func (m *matrix) round(ctx context.Context, r round) error {
 			if err := m.run(ctx, s.Link, session); err != nil {
 				return err
 			}
-			m.progress.ended(session.engine.Name(), time.Since(began))
+			m.progress.ended(foresee(session), time.Since(began))
 		}
 		return nil
 	})

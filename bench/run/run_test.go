@@ -12,6 +12,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -38,7 +39,8 @@ func small(t *testing.T) *matrix {
 		}
 		m.engines = append(m.engines, e)
 	}
-	m.images = [][]engines.Image{{{Name: "redis:1"}, {Name: "redis:2"}}, {{Name: "debian:1"}}}
+	built := &images.Built{Manifest: v1.Manifest{Layers: []v1.Descriptor{{Size: 50e6}}}}
+	m.images = [][]engines.Image{{{Name: "redis:1", Built: built}, {Name: "redis:2", Built: built}}, {{Name: "debian:1", Built: built}}}
 	return m
 }
 
@@ -140,10 +142,10 @@ func TestMerge(t *testing.T) {
 }
 
 func TestProgress(t *testing.T) {
-	p := progress{left: 10}
-	p.ended("hydrofoil", 2*time.Second)
-	p.ended("overlayfs", 4*time.Second)
-	if got := p.String(); got != "[8 to go, about 24s] " {
+	p := progress{left: 10, rest: 100 * time.Second}
+	p.ended(5*time.Second, 20*time.Second)
+	p.ended(15*time.Second, 20*time.Second)
+	if got := p.String(); got != "[8 to go, about 2m40s] " {
 		t.Errorf("%q", got)
 	}
 }
@@ -176,9 +178,14 @@ func TestEndToEnd(t *testing.T) {
 	if err := site.Furnish(); err != nil {
 		t.Fatal(err)
 	}
-	ready, err := site.ParseReadiness("stdout:^ready$", false)
-	if err != nil {
-		t.Fatal(err)
+	// The first version says that it is ready, and ends; the second stays, and is
+	// looked into.
+	var ready [2]site.Readiness
+	for i, probe := range []string{"stdout:^ready$", "exec:[ \"$UP\" = yes ] && test -e /up"} {
+		var err error
+		if ready[i], err = site.ParseReadiness(probe, false); err != nil {
+			t.Fatal(err)
+		}
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
 	defer cancel()
@@ -193,7 +200,7 @@ func TestEndToEnd(t *testing.T) {
 			tag := fmt.Sprint(i)
 			m.images = append(m.images, nil)[:1]
 			m.images[0] = append(m.images[0], engines.Image{
-				Name: "tiny:" + tag, Ref: engines.RegistryAddr + "/tiny:" + tag, Built: tiny(t, filepath.Join(dir, "tiny-"+tag), i), Ready: ready,
+				Name: "tiny:" + tag, Ref: engines.RegistryAddr + "/tiny:" + tag, Built: tiny(t, filepath.Join(dir, "tiny-"+tag), i), Ready: ready[i-1],
 			})
 		}
 		if err := m.record(ctx); err != nil {
@@ -228,6 +235,9 @@ func TestEndToEnd(t *testing.T) {
 		if r.Engine == "overlayfs" && (r.CPU == 0 || r.Memory < 1<<20 || r.Disk < 1<<20) {
 			t.Errorf("%s: cpu %v, memory %d, disk %d", r.Key, r.CPU, r.Memory, r.Disk)
 		}
+		if r.Engine == "hydrofoil" && r.Kind == results.Fresh && r.ArenaReady < 100<<10 {
+			t.Errorf("%s: %d bytes in arenas at ready", r.Key, r.ArenaReady)
+		}
 		if r.Engine != "curl" && (r.Marks[engines.Started].Time == 0 || r.Marks[engines.Pulled].Time > at.Time) {
 			t.Errorf("%s: marks %v", r.Key, r.Marks)
 		}
@@ -237,8 +247,26 @@ func TestEndToEnd(t *testing.T) {
 			t.Errorf("%s: floor %+v %s", im.Name, im.Floor, im.FloorErr)
 		}
 	}
+	// A second matrix finds on the server what the first has left there.
+	kept, err := openState(filepath.Join(dir, "cache"), foil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer kept.unlock()
+	if _, err := openState(filepath.Join(dir, "cache"), foil); err == nil || !strings.Contains(err.Error(), "another benchmark") {
+		t.Errorf("the server's state is used twice: %v", err)
+	}
+	for _, im := range all.Images {
+		p, ok := kept.image(im.Name, im.Digest)
+		if !ok || p.Floor.Warm == 0 || p.Storage < 1<<20 || len(p.Prepared) != 3 || !slices.Contains(p.Touched, "/bin/busybox") {
+			t.Errorf("kept of %s: %v, %+v", im.Name, ok, p)
+		}
+		if _, ok := kept.image(im.Name, "sha256:other"); ok {
+			t.Errorf("%s is found by another digest", im.Name)
+		}
+	}
 	rest, err := filepath.Glob(filepath.Join(dir, "cache", "*"))
-	if err != nil || len(rest) > 0 {
+	if err != nil || len(rest) != 1 || filepath.Base(rest[0]) != "servers" {
 		t.Errorf("left behind: %v (%v)", rest, err)
 	}
 }
@@ -264,12 +292,15 @@ func tiny(t *testing.T, dir string, version int) *images.Built {
 			t.Fatal(err)
 		}
 	}
+	if err := w.WriteHeader(&tar.Header{Name: "bin/sh", Linkname: "busybox", Typeflag: tar.TypeSymlink, Mode: 0o777}); err != nil {
+		t.Fatal(err)
+	}
 	for _, file := range []struct {
 		name string
 		data []byte
 	}{
 		{"bin/busybox", program}, {"ballast", ballast},
-		{"run.sh", []byte(fmt.Sprintf("echo version %d\necho ready\n", version))},
+		{"run.sh", []byte(fmt.Sprintf("echo version %d\necho ready\n", version) + []string{"", "", ": >/up; exec /bin/busybox sleep 600\n"}[version])},
 	} {
 		if err := w.WriteHeader(&tar.Header{Name: file.name, Typeflag: tar.TypeReg, Mode: 0o755, Size: int64(len(file.data))}); err != nil {
 			t.Fatal(err)
@@ -312,7 +343,7 @@ func tiny(t *testing.T, dir string, version int) *images.Built {
 	}
 	config := blob(v1.MediaTypeImageConfig, text(v1.Image{
 		Platform: v1.Platform{Architecture: runtime.GOARCH, OS: "linux"},
-		Config:   v1.ImageConfig{Entrypoint: []string{"/bin/busybox", "sh", "/run.sh"}, Env: []string{"PATH=/bin"}},
+		Config:   v1.ImageConfig{Entrypoint: []string{"/bin/busybox", "sh", "/run.sh"}, Env: []string{"PATH=/bin", "UP=yes"}},
 		RootFS:   v1.RootFS{Type: "layers", DiffIDs: []digest.Digest{diffID}},
 	}))
 	manifest := blob(v1.MediaTypeImageManifest, text(v1.Manifest{

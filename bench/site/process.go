@@ -19,6 +19,9 @@ type Process struct {
 	Log  string        // path of the file with what it has said
 	Done chan struct{} // closed when it has ended
 	Err  error         // how it ended; read after Done
+	// Init finds the ID of the first process of the container that this runs in
+	// the foreground; nil if it runs none. exec probes need it.
+	Init func(ctx context.Context) (int, error)
 
 	name string
 	cmd  *exec.Cmd

@@ -8,7 +8,9 @@ import (
 	"net"
 	"net/http"
 	"os"
+	"os/exec"
 	"regexp"
+	"strconv"
 	"strings"
 	"time"
 
@@ -23,6 +25,7 @@ type Readiness struct {
 	try   func(ctx context.Context, conn net.Conn) bool
 	port  string
 	line  *regexp.Regexp
+	exec  string // a command for the container's shell
 }
 
 // ParseReadiness takes a probe that can be looked at from outside. redis means
@@ -39,6 +42,8 @@ func ParseReadiness(probe string, redis bool) (Readiness, error) {
 	case kind == "http" && port != "":
 		r.try = func(ctx context.Context, conn net.Conn) bool { return tryHTTP(conn, "/"+path) }
 	case kind == "exit" && rest == "":
+	case kind == "exec" && rest != "":
+		r.port, r.exec = "", rest
 	case kind == "stdout" && rest != "":
 		line, err := regexp.Compile("(?m)" + rest)
 		if err != nil {
@@ -46,13 +51,13 @@ func ParseReadiness(probe string, redis bool) (Readiness, error) {
 		}
 		r.port, r.line = "", line
 	default:
-		return r, fmt.Errorf("bench: probe %q: what can be looked at from outside is tcp:PORT, http:PORT/PATH, stdout:REGEX and exit", probe)
+		return r, fmt.Errorf("bench: probe %q: what can be looked at from outside is tcp:PORT, http:PORT/PATH, exec:CMD, stdout:REGEX and exit", probe)
 	}
 	return r, nil
 }
 
 // Ends reports whether the container is ready by its end.
-func (r Readiness) Ends() bool { return r.try == nil && r.line == nil }
+func (r Readiness) Ends() bool { return r.try == nil && r.line == nil && r.exec == "" }
 
 // Wait returns when the container is ready that p runs in the foreground.
 func (r Readiness) Wait(ctx context.Context, l *link.Link, p *Process) error {
@@ -66,6 +71,9 @@ func (r Readiness) Wait(ctx context.Context, l *link.Link, p *Process) error {
 			return nil // its last words
 		}
 		return err
+	}
+	if r.exec != "" {
+		return r.waitExec(ctx, p)
 	}
 	if r.try == nil {
 		select {
@@ -87,6 +95,30 @@ func (r Readiness) Wait(ctx context.Context, l *link.Link, p *Process) error {
 		// One that accepts and does not answer yet has until the next try.
 		conn.SetDeadline(time.Now().Add(5 * time.Second))
 		return r.try(ctx, conn)
+	})
+}
+
+// waitExec runs the probe's command in the container, over and over. It enters
+// all namespaces and the root of the container's first process, whoever made
+// them, with that process's environment.
+func (r Readiness) waitExec(ctx context.Context, p *Process) error {
+	if p.Init == nil {
+		return fmt.Errorf("bench: wait for %s: %s runs no container to enter", r.Probe, p.name)
+	}
+	return p.Until(ctx, "wait for "+r.Probe, func() bool {
+		pid, err := p.Init(ctx)
+		if err != nil {
+			return false
+		}
+		environment, err := os.ReadFile(fmt.Sprintf("/proc/%d/environ", pid))
+		if err != nil {
+			return false
+		}
+		enter := []string{"--target", strconv.Itoa(pid), "--mount", "--uts", "--ipc", "--net", "--pid", "--cgroup", "--root", "--wd"}
+		cmd := exec.CommandContext(ctx, "nsenter", append(enter, "--", "/bin/sh", "-c", r.exec)...)
+		cmd.Env = strings.Split(strings.TrimRight(string(environment), "\x00"), "\x00")
+		cmd.WaitDelay = time.Second
+		return cmd.Run() == nil
 	})
 }
 

@@ -19,6 +19,8 @@ func TestParseReadiness(t *testing.T) {
 		{probe: "http:8080/health", port: "8080", tries: true},
 		{probe: "http:8080", port: "8080", tries: true},
 		{probe: "exit"},
+		{probe: "exec:test -e /run/ready:now"},
+		{probe: "exec:", fails: true},
 		{probe: "exit:0", fails: true},
 		{probe: "tcp", fails: true},
 		{probe: "http:/", fails: true},

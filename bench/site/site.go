@@ -34,18 +34,8 @@ type Site struct {
 // Scratch makes a directory below parent for this run, and removes those of
 // dead ones: a run holds a lock on its own as long as its process lives.
 func Scratch(parent, prefix string) (string, error) {
-	old, err := filepath.Glob(filepath.Join(parent, prefix+"*"))
-	if err != nil {
-		return "", fmt.Errorf("bench: %w", err)
-	}
-	for _, dir := range old {
-		if lock, err := lockDir(dir); err == nil {
-			err := RemoveTree(dir)
-			unix.Close(lock)
-			if err != nil {
-				return "", err
-			}
-		}
+	if err := RemoveUnlocked(filepath.Join(parent, prefix+"*")); err != nil {
+		return "", err
 	}
 	if err := os.MkdirAll(parent, 0o755); err != nil {
 		return "", fmt.Errorf("bench: %w", err)
@@ -58,8 +48,8 @@ func Scratch(parent, prefix string) (string, error) {
 	if err != nil {
 		return "", fmt.Errorf("bench: %w", err)
 	}
-	// Held until the process ends: a descriptor that nothing closes.
-	if _, err := lockDir(dir); err != nil {
+	// Held until the process ends.
+	if _, err := Lock(dir); err != nil {
 		return "", err
 	}
 	// Containers with users of their own must find the way to their rootfs.
@@ -67,6 +57,37 @@ func Scratch(parent, prefix string) (string, error) {
 		return "", fmt.Errorf("bench: %w", err)
 	}
 	return dir, nil
+}
+
+// Lock locks a directory, until unlock is called or the process ends. The error is
+// unix.EWOULDBLOCK if another process, or this one, has it locked.
+func Lock(dir string) (unlock func(), err error) {
+	fd, err := lockDir(dir)
+	if err != nil {
+		return nil, err
+	}
+	return func() { unix.Close(fd) }, nil
+}
+
+// RemoveUnlocked removes the directories that a pattern names, but for those that
+// are locked.
+func RemoveUnlocked(pattern string) error {
+	found, err := filepath.Glob(pattern)
+	if err != nil {
+		return fmt.Errorf("bench: %w", err)
+	}
+	for _, dir := range found {
+		lock, err := lockDir(dir)
+		if err != nil {
+			continue
+		}
+		err = RemoveTree(dir)
+		unix.Close(lock)
+		if err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // lockDir locks a directory and gives the descriptor that holds the lock. It is

@@ -31,7 +31,7 @@ An interrupted run goes on when it is started again with the same --out. What is
 there is not run again, so that engines, images, links and repetitions can be
 added later; programs of another version want another --out.
 
-Engines: hydrofoil; overlayfs and erofs (containerd, a full pull); stargz; curl
+Engines: hydrofoil; overlayfs and erofs (containerd, a full pull); stargz; soci; curl
 (the compressed layers, to nowhere). One whose programs are not found on PATH,
 or where an option says, is left out and reported as absent. The floor T* is
 always measured.`,
@@ -52,12 +52,8 @@ always measured.`,
 				}
 				o.RTTs = append(o.RTTs, rtt)
 			}
-			for _, text := range rates {
-				var rate rateFlag
-				if err := rate.Set(text); err != nil {
-					return err
-				}
-				o.Rates = append(o.Rates, int64(rate))
+			if o.Rates, o.ImageRates, err = parseRates(rates); err != nil {
+				return err
 			}
 			if len(o.Images) == 1 && o.Images[0] == "all" {
 				if o.Images, err = allImages(); err != nil {
@@ -76,7 +72,7 @@ always measured.`,
 	flags.StringSliceVar(&o.Images, "images", []string{"redis"}, "declared images, without tags, or all")
 	flags.StringSliceVar(&o.Engines, "engines", engineNames(), "engines to compare")
 	flags.StringSliceVar(&rtts, "rtt", []string{"0", "50ms", "150ms", "300ms"}, "round-trip times of the link")
-	flags.StringSliceVar(&rates, "rate", []string{"100mbit"}, "rates of the link; 0 is no limit")
+	flags.StringSliceVar(&rates, "rate", []string{"100mbit"}, "rates of the link; 0 is no limit; IMAGE=RATE is for that image alone, in place of the others")
 	flags.IntVar(&o.Runs, "runs", 5, "repetitions")
 	flags.DurationVar(&o.Load, "load", 2*time.Second, "how long a ready server is put under load (redis-benchmark, pgbench, wrk); 0 for not at all")
 	flags.StringVar(&o.Out, "out", "results", "directory of the results")
@@ -86,6 +82,7 @@ always measured.`,
 	flags.BoolVar(&o.SkipUpdates, "skip-updates", false, "fresh provisioning only")
 	flags.BoolVar(&o.SkipCheck, "skip-check", false, "do not try the links first")
 	flags.BoolVar(&o.RetryFailed, "retry-failed", false, "make failed runs again")
+	flags.BoolVar(&o.Forecast, "forecast", false, "say how much is to be run and how long it takes, and run nothing")
 	flags.DurationVar(&o.Timeout, "timeout", 10*time.Minute, "of one run")
 	programFlags(cmd, &o.Programs)
 	return cmd
@@ -95,7 +92,30 @@ always measured.`,
 func programFlags(cmd *cobra.Command, p *engines.Programs) {
 	cmd.Flags().StringVar(&p.Foil, "foil", "../bin/foil", "the foil binary")
 	cmd.Flags().StringVar(&p.Containerd, "containerd", "", "the containerd binary, with its ctr and shim beside it (default: on PATH)")
-	cmd.Flags().StringVar(&p.Stargz, "stargz", "", "directory of containerd-stargz-grpc and ctr-remote (default: on PATH)")
+	cmd.Flags().StringVar(&p.Peers, "peers", "", "directory of the programs of peers, such as containerd-stargz-grpc, ctr-remote, soci (default: on PATH)")
+}
+
+// parseRates reads rates for all images, and for single ones, as IMAGE=RATE.
+func parseRates(texts []string) (all []int64, own map[string][]int64, err error) {
+	for _, text := range texts {
+		image, value, single := strings.Cut(text, "=")
+		if !single {
+			value = text
+		}
+		var rate rateFlag
+		if err := rate.Set(value); err != nil {
+			return nil, nil, err
+		}
+		if !single {
+			all = append(all, int64(rate))
+			continue
+		}
+		if own == nil {
+			own = map[string][]int64{}
+		}
+		own[image] = append(own[image], int64(rate))
+	}
+	return all, own, nil
 }
 
 func engineNames() (names []string) {
