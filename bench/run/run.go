@@ -94,14 +94,6 @@ func Run(ctx context.Context, o Options) (err error) {
 			return fmt.Errorf("bench: %w", err)
 		}
 	}
-	if err := os.MkdirAll(o.Cache, 0o755); err != nil {
-		return fmt.Errorf("bench: %w", err)
-	}
-	// runc takes no path with a symbolic link, and the kernel names mounts by the
-	// path without.
-	if o.Cache, err = filepath.EvalSymlinks(o.Cache); err != nil {
-		return fmt.Errorf("bench: %w", err)
-	}
 	m := &matrix{Options: o, out: results.Dir(o.Out)}
 	if err := m.record(ctx); err != nil {
 		return err

@@ -41,7 +41,8 @@ func Scratch(parent, prefix string) (string, error) {
 		return "", fmt.Errorf("bench: %w", err)
 	}
 	// runc takes no rootfs below a symlink, and mounts are listed without.
-	if parent, err = filepath.EvalSymlinks(parent); err != nil {
+	parent, err := filepath.EvalSymlinks(parent)
+	if err != nil {
 		return "", fmt.Errorf("bench: %w", err)
 	}
 	dir, err := os.MkdirTemp(parent, prefix)
