@@ -62,6 +62,7 @@ It is one program with three faces:
 			newPsCommand(),
 			newStatusCommand(),
 			newVerifyCommand(),
+			newTraceCommand(),
 			newRmCommand(),
 		}},
 		{"Servers:", []*cobra.Command{

@@ -24,6 +24,8 @@ func TestOtherGates(t *testing.T) {
 		{"daemon killed again and again", TestDaemonKilledAgainAndAgain},
 		{"mounted before the bytes are here", TestMountedBeforeTheBytesAreHere},
 		{"complete without the gate", testCompletePassesTheGate},
+		{"trace is exact", TestTraceIsExact},
+		{"trace, daemon killed", TestTraceDaemonKilled},
 	}
 	t.Run(kernel.GateFUSE, func(t *testing.T) {
 		t.Setenv(gateEnv, kernel.GateFUSE)
@@ -38,7 +40,7 @@ func TestOtherGates(t *testing.T) {
 		t.Setenv(gateEnv, kernel.GateLoop)
 		for _, tt := range tests {
 			switch tt.name {
-			case "daemon killed", "daemon and keeper killed together", "complete without the gate":
+			case "daemon killed", "daemon and keeper killed together", "complete without the gate", "trace is exact":
 				t.Run(tt.name, tt.test)
 			}
 		}

@@ -74,6 +74,32 @@ func MarkPreAccess(group, file *os.File) error {
 	return nil
 }
 
+// CloneMount returns a detached copy of the mount that dir is on, with dir as
+// its root. Paths below /proc/self/fd/N lead through it. It goes when it is
+// closed and nothing that was opened through it is open.
+func CloneMount(dir string) (*os.File, error) {
+	fd, err := unix.OpenTree(unix.AT_FDCWD, dir, unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC)
+	if err != nil {
+		return nil, fmt.Errorf("clone the mount of %s: %w", dir, err)
+	}
+	return os.NewFile(uintptr(fd), dir), nil
+}
+
+// MarkPreAccessMount asks group before each read of a regular file that is
+// opened from now on through mount, a copy of CloneMount. The same file opened
+// by way of another mount is none of its business.
+func MarkPreAccessMount(group, mount *os.File) error {
+	err := withFD(group, func(g int) error {
+		return withFD(mount, func(f int) error {
+			return unix.FanotifyMark(g, unix.FAN_MARK_ADD|unix.FAN_MARK_MOUNT, unix.FAN_PRE_ACCESS, f, ".")
+		})
+	})
+	if err != nil {
+		return fmt.Errorf("watch reads below %s: %w", mount.Name(), err)
+	}
+	return nil
+}
+
 // UnmarkPreAccess takes back MarkPreAccess. Events that are already raised
 // still want their answer. A file without a mark is no error.
 func UnmarkPreAccess(group, file *os.File) error {

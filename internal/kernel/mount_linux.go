@@ -9,6 +9,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"time"
 
 	"github.com/moby/sys/mountinfo"
 	"golang.org/x/sys/unix"
@@ -32,7 +33,8 @@ type Erofs struct {
 	// without one.
 	Beneath bool
 	// ReadAhead is the read-ahead of the mount in KiB; nil leaves the kernel's.
-	// Setting it needs sysfs and is done before the mount can be seen.
+	// Setting it needs sysfs and is done before the mount can be seen. With Loop
+	// it is that of the image's loop device, which keeps it.
 	ReadAhead *int
 }
 
@@ -53,6 +55,12 @@ func MountErofs(e Erofs) error {
 			devices = append(devices, l.Name())
 		}
 		source = loops[0].Name()
+		if e.ReadAhead != nil {
+			name := filepath.Join("/sys/block", filepath.Base(source), "queue/read_ahead_kb")
+			if err := os.WriteFile(name, strconv.AppendInt(nil, int64(*e.ReadAhead), 10), 0); err != nil {
+				return fmt.Errorf("%s: set read-ahead: %w", what, err)
+			}
+		}
 	}
 	options := []option{{"source", source, true}}
 	if e.Loop {
@@ -63,7 +71,7 @@ func MountErofs(e Erofs) error {
 		options = append(options, option{"device", d, true})
 	}
 	create := func(fs int) error {
-		if e.ReadAhead == nil {
+		if e.ReadAhead == nil || e.Loop {
 			return unix.FsconfigCreate(fs)
 		}
 		return createWithReadAhead(fs, "erofs", *e.ReadAhead)
@@ -72,7 +80,14 @@ func MountErofs(e Erofs) error {
 	if e.Beneath {
 		flags = moveMountBeneath
 	}
-	err := mountMoved("erofs", e.Target, options, unix.MOUNT_ATTR_RDONLY|unix.MOUNT_ATTR_NOATIME, flags, create)
+	mount := func() error {
+		return mountMoved("erofs", e.Target, options, unix.MOUNT_ATTR_RDONLY|unix.MOUNT_ATTR_NOATIME, flags, create)
+	}
+	err := mount()
+	for try := time.Duration(1); errors.Is(err, errWhichBDI) && try <= 30; try++ {
+		time.Sleep(try * time.Millisecond)
+		err = mount()
+	}
 	if err == nil {
 		return nil
 	}
@@ -211,7 +226,8 @@ var bdiCreate sync.Mutex
 // backing-device-info. Nothing in the kernel's interfaces leads from a mount to
 // its bdi when that is not named by device numbers (EROFS: "erofs-N"): it is
 // the one that was not there before. When another process made one in the same
-// moment, which is whose cannot be told, and neither is touched.
+// moment, which is whose cannot be told: errWhichBDI, and the caller makes
+// another superblock.
 func createWithReadAhead(fs int, fstype string, kib int) error {
 	bdiCreate.Lock()
 	defer bdiCreate.Unlock()
@@ -228,7 +244,7 @@ func createWithReadAhead(fs int, fstype string, kib int) error {
 	}
 	after = slices.DeleteFunc(after, func(name string) bool { return slices.Contains(before, name) })
 	if len(after) != 1 {
-		return nil
+		return errWhichBDI
 	}
 	name := filepath.Join(bdiDir, after[0], "read_ahead_kb")
 	if err := os.WriteFile(name, strconv.AppendInt(nil, int64(kib), 10), 0); err != nil {
@@ -236,6 +252,8 @@ func createWithReadAhead(fs int, fstype string, kib int) error {
 	}
 	return nil
 }
+
+var errWhichBDI = errors.New("others mount the same just now, and which backing device is whose cannot be told: try again")
 
 func bdis(fstype string) ([]string, error) {
 	names, err := filepath.Glob(filepath.Join(bdiDir, fstype+"-*"))

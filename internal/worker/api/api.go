@@ -7,6 +7,9 @@
 //	POST   /v1/containers          ContainerRequest -> Container
 //	GET    /v1/containers          -> []Container
 //	DELETE /v1/containers/ID       -> 204 (the container must not be running)
+//	GET    /v1/containers/ID/trace -> TraceStatus (of one that was made to be traced)
+//	POST   /v1/containers/ID/trace TraceRequest -> TraceResult
+//	GET    /v1/toc?ref=REF         -> the encoded TOC (package toc) of an image
 //	POST   /v1/verify?ref=REF      -> VerifyEvents, one JSON object a line
 //	GET    /v1/status              -> Status
 //
@@ -98,6 +101,37 @@ type Image struct {
 type ContainerRequest struct {
 	ID  string `json:"id"`
 	Ref string `json:"ref"`
+	// Trace gives the container a mount of the image of its own, with a cold
+	// page cache, and records which pages are read from it. The image must be complete.
+	Trace bool `json:"trace,omitempty"`
+}
+
+// TraceStatus is how much of the image a traced container has read.
+type TraceStatus struct {
+	Pages int64     `json:"pages"` // of 4 KiB, each once
+	Last  time.Time `json:"last"`  // when it read one for the first time; zero: never
+}
+
+// TraceRequest asks for the trace of a container that is ready.
+type TraceRequest struct {
+	// Args are the service's: what its first process was started with.
+	Args []string `json:"args"`
+	// Started and Ready are when the process was started and ready; what was read after that
+	// is left out.
+	Started time.Time `json:"started"`
+	Ready   time.Time `json:"ready"`
+	// Send sends the trace to the image's server.
+	Send bool `json:"send,omitempty"`
+}
+
+// TraceResult is the trace of one run.
+type TraceResult struct {
+	Trace []byte `json:"trace"` // encoded, see package trace
+	// Cut says that the run read more than a trace can hold.
+	Cut  bool `json:"cut,omitempty"`
+	Sent bool `json:"sent"`
+	// SendError says why it was not sent although that was asked for.
+	SendError string `json:"send_error,omitempty"`
 }
 
 // Container is a prepared container.

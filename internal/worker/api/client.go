@@ -143,6 +143,38 @@ func (c *Client) RemoveContainer(ctx context.Context, id string) error {
 	return c.call(ctx, "DELETE", "/v1/containers/"+url.PathEscape(id), nil, nil)
 }
 
+// TraceStatus says how much a traced container has read.
+func (c *Client) TraceStatus(ctx context.Context, id string) (*TraceStatus, error) {
+	v := new(TraceStatus)
+	if err := c.call(ctx, "GET", "/v1/containers/"+url.PathEscape(id)+"/trace", nil, v); err != nil {
+		return nil, err
+	}
+	return v, nil
+}
+
+// Trace returns what a container has read that was made to be traced.
+func (c *Client) Trace(ctx context.Context, id string, req TraceRequest) (*TraceResult, error) {
+	v := new(TraceResult)
+	if err := c.call(ctx, "POST", "/v1/containers/"+url.PathEscape(id)+"/trace", req, v); err != nil {
+		return nil, err
+	}
+	return v, nil
+}
+
+// TOC returns the encoded table of contents of an image.
+func (c *Client) TOC(ctx context.Context, ref string) ([]byte, error) {
+	body, err := c.do(ctx, "GET", "/v1/toc?ref="+url.QueryEscape(ref), nil)
+	if err != nil {
+		return nil, err
+	}
+	defer body.Close()
+	b, err := io.ReadAll(body)
+	if err != nil {
+		return nil, fmt.Errorf("read the table of contents of %s: %w", ref, err)
+	}
+	return b, nil
+}
+
 // Status says what the daemon is doing.
 func (c *Client) Status(ctx context.Context) (*Status, error) {
 	v := new(Status)

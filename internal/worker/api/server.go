@@ -22,14 +22,22 @@ type Service interface {
 	Containers(ctx context.Context) ([]Container, error)
 	// RemoveContainer fails with CodeConflict while the container runs.
 	RemoveContainer(ctx context.Context, id string) error
+	// TraceStatus and Trace fail with CodeNotFound when the container was not
+	// made to be traced by this daemon.
+	TraceStatus(ctx context.Context, id string) (*TraceStatus, error)
+	Trace(ctx context.Context, id string, req TraceRequest) (*TraceResult, error)
+	// TOC returns the encoded table of contents of an image, from its server
+	// when the image is not here.
+	TOC(ctx context.Context, ref string) ([]byte, error)
 	// Verify compares every local byte of an image with its digest. The last
 	// event has Done set.
 	Verify(ctx context.Context, ref string, emit func(VerifyEvent) error) error
 	Status(ctx context.Context) (*Status, error)
 }
 
-// maxRequest bounds a request's body. Requests are names and flags.
-const maxRequest = 64 << 10
+// maxRequest bounds a request's body. Requests are names, flags and command
+// lines.
+const maxRequest = 4 << 20
 
 // Handler serves s over HTTP as the package comment says.
 func Handler(s Service) http.Handler {
@@ -95,6 +103,28 @@ func Handler(s Service) http.Handler {
 	})
 	mux.HandleFunc("DELETE /v1/containers/{id}", func(w http.ResponseWriter, r *http.Request) {
 		gone(w, s.RemoveContainer(r.Context(), r.PathValue("id")))
+	})
+	mux.HandleFunc("GET /v1/containers/{id}/trace", func(w http.ResponseWriter, r *http.Request) {
+		v, err := s.TraceStatus(r.Context(), r.PathValue("id"))
+		answer(w, http.StatusOK, v, err)
+	})
+	mux.HandleFunc("POST /v1/containers/{id}/trace", func(w http.ResponseWriter, r *http.Request) {
+		req, err := decode[TraceRequest](w, r)
+		if err != nil {
+			WriteError(w, err)
+			return
+		}
+		v, err := s.Trace(r.Context(), r.PathValue("id"), req)
+		answer(w, http.StatusOK, v, err)
+	})
+	mux.HandleFunc("GET /v1/toc", func(w http.ResponseWriter, r *http.Request) {
+		b, err := s.TOC(r.Context(), r.URL.Query().Get("ref"))
+		if err != nil {
+			WriteError(w, err)
+			return
+		}
+		w.Header().Set("Content-Type", "application/octet-stream")
+		_, _ = w.Write(b)
 	})
 	mux.HandleFunc("GET /v1/status", func(w http.ResponseWriter, r *http.Request) {
 		v, err := s.Status(r.Context())

@@ -333,19 +333,32 @@ func (e *StatusError) Final() bool {
 	return e.Status < 500
 }
 
-// post sends body as JSON and returns the response, whose status is 2xx. Its
-// body must be closed; reading from it fails once StallTimeout passes without a
-// byte.
-//
-// Errors: *StatusError; those of the connection.
+// call is one request.
+type call struct {
+	method, path string
+	query        url.Values
+	mediaType    string // of body; empty: there is none
+	body         []byte
+}
+
+// post sends body as JSON: see do.
 func (c *Client) post(ctx context.Context, path string, body any) (*response, error) {
 	b, err := json.Marshal(body)
 	if err != nil {
 		return nil, fmt.Errorf("encode request to %s: %w", path, err)
 	}
+	return c.do(ctx, call{method: http.MethodPost, path: path, mediaType: "application/json", body: b})
+}
+
+// do returns the response to a request, whose status is 2xx. Its
+// body must be closed; reading from it fails once StallTimeout passes without a
+// byte.
+//
+// Errors: *StatusError; those of the connection.
+func (c *Client) do(ctx context.Context, q call) (*response, error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	timer := time.AfterFunc(c.opts.HeaderTimeout, func() { cancel(errHeader) })
-	l, u, resp, err := c.roundTrip(ctx, path, b)
+	l, u, resp, err := c.roundTrip(ctx, q)
 	timer.Stop()
 	if err != nil {
 		if errors.Is(context.Cause(ctx), errHeader) {
@@ -361,7 +374,7 @@ func (c *Client) post(ctx context.Context, path string, body any) (*response, er
 		if status, ok := errors.AsType[*StatusError](err); ok {
 			return nil, status
 		}
-		return nil, fmt.Errorf("post %s: %w", u, err)
+		return nil, fmt.Errorf("%s %s: %w", strings.ToLower(q.method), u, err)
 	}
 	r := &response{client: c, link: l, url: u, body: resp.Body, cancel: cancel, ctx: ctx}
 	r.stall = time.AfterFunc(c.opts.StallTimeout, func() { cancel(errStall) })
@@ -369,7 +382,7 @@ func (c *Client) post(ctx context.Context, path string, body any) (*response, er
 	if resp.StatusCode/100 != 2 {
 		defer r.Close()
 		msg, _ := io.ReadAll(io.LimitReader(r, 4<<10))
-		e := &StatusError{Method: http.MethodPost, URL: u, Status: resp.StatusCode}
+		e := &StatusError{Method: q.method, URL: u, Status: resp.StatusCode}
 		e.describe(msg)
 		return nil, e
 	}
@@ -381,30 +394,37 @@ func isAnswer(err error) bool {
 	return errors.As(err, new(*StatusError)) || errors.As(err, new(*authError))
 }
 
-// roundTrip posts to path of the server, by another way if a first request shows
+// roundTrip sends a request to the server, by another way if a first request shows
 // that it does not understand the one at hand. The link is in use, unless it is
 // nil.
-func (c *Client) roundTrip(ctx context.Context, path string, body []byte) (*link, string, *http.Response, error) {
+func (c *Client) roundTrip(ctx context.Context, q call) (*link, string, *http.Response, error) {
 	for {
 		l, w, err := c.begin()
 		if err != nil {
 			return nil, c.base.String(), nil, err
 		}
-		at := c.base.JoinPath(path)
+		at := c.base.JoinPath(q.path)
 		at.Scheme = w.scheme
 		u := at.String()
-		if c.view.Namespace != "" {
-			at.RawQuery = url.Values{"ns": {c.view.Namespace}}.Encode()
+		query := url.Values{}
+		for k, v := range q.query {
+			query[k] = v
 		}
+		if c.view.Namespace != "" {
+			query.Set("ns", c.view.Namespace)
+		}
+		at.RawQuery = query.Encode()
 		resp, err := c.send(ctx, l, func() (*http.Request, error) {
-			req, err := http.NewRequest(http.MethodPost, at.String(), bytes.NewReader(body))
+			req, err := http.NewRequest(q.method, at.String(), bytes.NewReader(q.body))
 			if err != nil {
 				return nil, err
 			}
 			for k, v := range c.opts.Header {
 				req.Header[k] = slices.Clone(v)
 			}
-			req.Header.Set("Content-Type", "application/json")
+			if q.mediaType != "" {
+				req.Header.Set("Content-Type", q.mediaType)
+			}
 			return req, nil
 		})
 		if err == nil {
@@ -453,6 +473,44 @@ func (c *Client) Post(ctx context.Context, path string, body, answer any) error 
 		return fmt.Errorf("post %s: answer: %w", r.url, err)
 	}
 	return nil
+}
+
+// Send posts body, of the media type, to path with the query.
+//
+// Errors: *StatusError; those of the connection.
+func (c *Client) Send(ctx context.Context, path string, query url.Values, mediaType string, body []byte) error {
+	r, err := c.do(ctx, call{method: http.MethodPost, path: path, query: query, mediaType: mediaType, body: body})
+	if err != nil {
+		return err
+	}
+	return r.Close()
+}
+
+// Get reads the JSON at path with the query into answer, which takes at most 64
+// MiB.
+//
+// Errors: *StatusError; those of the connection.
+func (c *Client) Get(ctx context.Context, path string, query url.Values, answer any) error {
+	r, err := c.do(ctx, call{method: http.MethodGet, path: path, query: query})
+	if err != nil {
+		return err
+	}
+	defer r.Close()
+	if err := json.NewDecoder(io.LimitReader(r, 64<<20)).Decode(answer); err != nil {
+		return fmt.Errorf("get %s: answer: %w", r.url, err)
+	}
+	return nil
+}
+
+// Delete deletes what is at path with the query.
+//
+// Errors: *StatusError; those of the connection.
+func (c *Client) Delete(ctx context.Context, path string, query url.Values) error {
+	r, err := c.do(ctx, call{method: http.MethodDelete, path: path, query: query})
+	if err != nil {
+		return err
+	}
+	return r.Close()
 }
 
 // response is the body of a response.

@@ -76,6 +76,14 @@ func (e *NotStartedError) Unwrap() error { return e.Err }
 // container's process never ran. When ctx ends before the start, Run returns;
 // after it, the container is none the wiser: Signals are the way to end it.
 func (w *Worker) Run(ctx context.Context, o Options) (code int, err error) {
+	if err := o.prepare(); err != nil {
+		return 0, err
+	}
+	return w.newRun(o).run(ctx)
+}
+
+// prepare completes the options.
+func (o *Options) prepare() (err error) {
 	if o.Begun.IsZero() {
 		o.Begun = time.Now()
 	}
@@ -83,7 +91,7 @@ func (w *Worker) Run(ctx context.Context, o Options) (code int, err error) {
 		o.Grace = 10 * time.Second
 	}
 	if o.Pull.Ref, err = api.NormalRef(o.Pull.Ref); err != nil {
-		return 0, &NotStartedError{err}
+		return &NotStartedError{err}
 	}
 	if o.Probe != nil {
 		o.IO.Stdout = o.Probe.Writer(o.IO.Stdout)
@@ -91,9 +99,13 @@ func (w *Worker) Run(ctx context.Context, o Options) (code int, err error) {
 			o.IO.Stderr = o.Probe.Writer(o.IO.Stderr)
 		}
 	}
+	return nil
+}
+
+func (w *Worker) newRun(o Options) *run {
 	r := &run{Worker: w, o: o, mounted: make(chan struct{}), pulled: make(chan struct{})}
 	r.counts.Ref = o.Pull.Ref
-	return r.run(ctx)
+	return r
 }
 
 // run is one call of Run.
@@ -110,6 +122,10 @@ type run struct {
 	pullErr error         // how; valid when pulled is closed
 
 	tellExit sync.Once
+
+	tracing *tracing // nil: a run that is not traced
+	args    []string // of the container's first process
+	began   time.Time
 }
 
 func (r *run) run(ctx context.Context) (code int, err error) {
@@ -140,6 +156,7 @@ func (r *run) run(ctx context.Context) (code int, err error) {
 			}
 		}
 	}()
+	r.began = time.Now()
 	if err := proc.Start(before); err != nil {
 		return 0, notStarted(before, err)
 	}
@@ -157,6 +174,9 @@ func (r *run) follow(ctx, before context.Context, proc *runner.Container) (int, 
 	probing, stopProbing := context.WithCancel(ctx)
 	defer stopProbing()
 	probes.Go(func() { goal <- r.reach(probing, before, proc) })
+	if r.tracing != nil && r.tracing.Progress != nil {
+		probes.Go(func() { r.watchTrace(probing, proc) })
+	}
 
 	if r.o.Until == "" {
 		<-proc.Done()
@@ -191,7 +211,14 @@ func (r *run) reach(ctx, before context.Context, proc *runner.Container) error {
 		if err := r.o.Probe.Wait(ctx, probed{proc, r.Runner}); err != nil {
 			return err
 		}
-		r.tell(ctx, api.Event{Event: api.Ready})
+		ready := time.Now()
+		r.tell(ctx, api.Event{Event: api.Ready, Time: ready})
+		if r.tracing != nil {
+			return r.trace(ctx, proc, ready)
+		}
+	}
+	if r.tracing != nil {
+		return r.traceQuiet(ctx, proc)
 	}
 	if r.o.Until != api.Complete {
 		return nil
@@ -272,8 +299,12 @@ func (r *run) signals(ctx context.Context, started <-chan *runner.Container, int
 
 // create brings the container to where its process could be executed.
 func (r *run) create(ctx context.Context) (*runner.Container, string, error) {
+	mounted := r.mounted
+	if r.tracing != nil {
+		mounted = nil // complete, or not at all
+	}
 	select {
-	case <-r.mounted:
+	case <-mounted:
 	case <-r.pulled:
 		if r.pullErr != nil {
 			return nil, "", r.pullErr
@@ -281,7 +312,7 @@ func (r *run) create(ctx context.Context) (*runner.Container, string, error) {
 	case <-ctx.Done():
 		return nil, "", context.Cause(ctx)
 	}
-	c, err := r.Client.CreateContainer(ctx, api.ContainerRequest{ID: r.o.Spec.ID, Ref: r.o.Pull.Ref})
+	c, err := r.Client.CreateContainer(ctx, api.ContainerRequest{ID: r.o.Spec.ID, Ref: r.o.Pull.Ref, Trace: r.tracing != nil})
 	if err != nil {
 		return nil, "", err
 	}
@@ -303,6 +334,7 @@ func (r *run) prepare(ctx context.Context, c *api.Container) (*runner.Container,
 	if err != nil {
 		return nil, err
 	}
+	r.args = spec.Process.Args
 	if err := runner.WriteSpec(c.Dir, spec); err != nil {
 		return nil, err
 	}

@@ -28,13 +28,18 @@ import (
 //	                leftover
 //	rootfs          where its filesystem is mounted: an overlay of
 //	upper, work     what it writes, on the mount of its image's rootfs
+//	image, gate     of one that is traced: see trace.go
 //
 // The runner adds config.json and its own state.
 type container struct {
 	Version int `json:"version"`
 	api.Container
 	ChainID digest.Digest `json:"chain_id"`
+	Traced  bool          `json:"traced,omitempty"`
 
+	// tracing records what it reads; nil unless this daemon made it to be
+	// traced. Guarded by Node.mu.
+	tracing *tracing
 	// busy: it is being made or removed. Guarded by Node.mu.
 	busy bool
 }
@@ -73,6 +78,8 @@ func (n *Node) CreateContainer(ctx context.Context, req api.ContainerRequest) (_
 		err = errorf(api.CodeCorrupt, "image %s cannot be served: %w", name, r.broken)
 	case r == nil || !r.mounted:
 		err = errorf(api.CodeNotFound, "image %s is not mounted: pull it again with `foil pull %s`", name, name)
+	case req.Trace && !r.rec.Complete:
+		err = errorf(api.CodeConflict, "image %s is not complete, and only a complete one can be traced: pull it with `foil pull %s`", name, name)
 	}
 	if err != nil {
 		n.mu.Unlock()
@@ -90,6 +97,7 @@ func (n *Node) CreateContainer(ctx context.Context, req api.ContainerRequest) (_
 			Config:  json.RawMessage(img.Config),
 		},
 		ChainID: r.rec.ChainID,
+		Traced:  req.Trace,
 		busy:    true,
 	}
 	n.containers[req.ID] = c // holds the image from here on
@@ -97,7 +105,7 @@ func (n *Node) CreateContainer(ctx context.Context, req api.ContainerRequest) (_
 
 	defer func() {
 		if err != nil {
-			if cerr := n.clearContainer(dir); cerr != nil {
+			if cerr := n.clearTraced(c); cerr != nil {
 				n.log.Warn("remove what is left of a container", "id", req.ID, "error", cerr)
 			}
 		}
@@ -125,7 +133,13 @@ func (n *Node) CreateContainer(ctx context.Context, req api.ContainerRequest) (_
 	if err := likeRoot(r.path("mnt"), filepath.Join(dir, "upper")); err != nil {
 		return nil, err
 	}
-	if err := n.mountContainer(c, r); err != nil {
+	lower := r.path("mnt")
+	if req.Trace {
+		if lower, err = n.startTracing(ctx, c, r); err != nil {
+			return nil, err
+		}
+	}
+	if err := mountContainer(c, lower); err != nil {
 		return nil, err
 	}
 	b, err := json.Marshal(c)
@@ -143,9 +157,9 @@ func (n *Node) CreateContainer(ctx context.Context, req api.ContainerRequest) (_
 	return &made, nil
 }
 
-func (n *Node) mountContainer(c *container, r *rootfs) error {
+func mountContainer(c *container, lower string) error {
 	err := kernel.MountOverlay(kernel.Overlay{
-		Lower:  []string{r.path("mnt")},
+		Lower:  []string{lower},
 		Upper:  filepath.Join(c.Dir, "upper"),
 		Work:   filepath.Join(c.Dir, "work"),
 		Target: c.Rootfs,
@@ -236,7 +250,7 @@ func (n *Node) removeContainer(ctx context.Context, c *container) error {
 			return err
 		}
 	}
-	return n.clearContainer(c.Dir)
+	return n.clearTraced(c)
 }
 
 // clearContainer removes a container's directory. The record goes first, so
@@ -248,6 +262,13 @@ func (n *Node) clearContainer(dir string) error {
 	err := kernel.Unmount(filepath.Join(dir, "rootfs"), false)
 	if err != nil && !errors.Is(err, unix.EINVAL) && !errors.Is(err, unix.ENOENT) { // EINVAL: not mounted
 		return err
+	}
+	// Those of a trace are nobody else's.
+	for _, name := range []string{tracedMount, tracedGate} {
+		err := kernel.Unmount(filepath.Join(dir, name), true)
+		if err != nil && !errors.Is(err, unix.EINVAL) && !errors.Is(err, unix.ENOENT) {
+			return err
+		}
 	}
 	return os.RemoveAll(dir)
 }

@@ -184,6 +184,7 @@ func New(opts Options) (_ *Node, err error) {
 	if err := n.loadContainers(); err != nil {
 		return nil, err
 	}
+	n.dropTraced()
 	held, err := n.openGate()
 	if err != nil {
 		return nil, gateError(err)

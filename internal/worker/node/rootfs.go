@@ -457,34 +457,17 @@ func (n *Node) mount(r *rootfs) error {
 // need not be durable, its digest is compared before it is believed. It replaces
 // what is there, which an old mount may go on using.
 func (n *Node) writeMeta(r *rootfs, t *toc.TOC, place placement) (string, error) {
-	offsets := make([]int64, len(t.Contents))
 	opts := erofs.Options{}
-	for i, c := range r.rec.Arenas {
-		other := r
-		if c != r.id() {
-			other = n.arenaOf(c)
-		}
-		if other == nil || other.contents == nil {
-			return "", fmt.Errorf("the arena of rootfs %s, which holds some of its contents, is gone: pull the image again", c)
-		}
+	offsets, err := n.offsets(r, t, place, func(_ int, other *rootfs) error {
 		fi, err := os.Stat(other.path("arena"))
 		if err != nil {
-			return "", err
+			return err
 		}
 		opts.Devices = append(opts.Devices, erofs.Device{Blocks: uint32(fi.Size() / arena.BlockSize)})
-		here := place.in(i)
-		id := func(c int32) *segment.ID { return &t.Contents[c].ID }
-		sortByID(here, id)
-		found := 0
-		other.contents.join(here, id, func(c int32, off int64, piece bool) {
-			if !piece {
-				offsets[c] = off
-				found++
-			}
-		})
-		if found != len(here) {
-			return "", fmt.Errorf("the arena of rootfs %s holds %d of the %d contents placed in it: pull the image again", c, found, len(here))
-		}
+		return nil
+	})
+	if err != nil {
+		return "", err
 	}
 	opts.Place = func(c int) erofs.Extent {
 		return erofs.Extent{Device: int(place[c]), Block: uint32(offsets[c] / arena.BlockSize)}
@@ -502,6 +485,38 @@ func (n *Node) writeMeta(r *rootfs, t *toc.TOC, place placement) (string, error)
 		return "", err
 	}
 	return hex.EncodeToString(h.Sum(nil)), nil
+}
+
+// offsets returns where each content of a rootfs lies in the arena in which it
+// is placed. visit is called for each arena, in their order, with whose it is.
+func (n *Node) offsets(r *rootfs, t *toc.TOC, place placement, visit func(i int, other *rootfs) error) ([]int64, error) {
+	offsets := make([]int64, len(t.Contents))
+	for i, c := range r.rec.Arenas {
+		other := r
+		if c != r.id() {
+			other = n.arenaOf(c)
+		}
+		if other == nil || other.contents == nil {
+			return nil, fmt.Errorf("the arena of rootfs %s, which holds some of its contents, is gone: pull the image again", c)
+		}
+		if err := visit(i, other); err != nil {
+			return nil, err
+		}
+		here := place.in(i)
+		id := func(c int32) *segment.ID { return &t.Contents[c].ID }
+		sortByID(here, id)
+		found := 0
+		other.contents.join(here, id, func(c int32, off int64, piece bool) {
+			if !piece {
+				offsets[c] = off
+				found++
+			}
+		})
+		if found != len(here) {
+			return nil, fmt.Errorf("the arena of rootfs %s holds %d of the %d contents placed in it: pull the image again", c, found, len(here))
+		}
+	}
+	return offsets, nil
 }
 
 // discard removes a rootfs that came to nothing: it is not mounted, nothing

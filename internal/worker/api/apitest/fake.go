@@ -20,6 +20,9 @@ type Funcs struct {
 	CreateContainer_ func(ctx context.Context, req api.ContainerRequest) (*api.Container, error)
 	Containers_      func(ctx context.Context) ([]api.Container, error)
 	RemoveContainer_ func(ctx context.Context, id string) error
+	TraceStatus_     func(ctx context.Context, id string) (*api.TraceStatus, error)
+	Trace_           func(ctx context.Context, id string, req api.TraceRequest) (*api.TraceResult, error)
+	TOC_             func(ctx context.Context, ref string) ([]byte, error)
 	Verify_          func(ctx context.Context, ref string, emit func(api.VerifyEvent) error) error
 	Status_          func(ctx context.Context) (*api.Status, error)
 }
@@ -70,6 +73,27 @@ func (f Funcs) RemoveContainer(ctx context.Context, id string) error {
 		return unsupported("remove containers")
 	}
 	return f.RemoveContainer_(ctx, id)
+}
+
+func (f Funcs) TraceStatus(ctx context.Context, id string) (*api.TraceStatus, error) {
+	if f.TraceStatus_ == nil {
+		return nil, unsupported("trace containers")
+	}
+	return f.TraceStatus_(ctx, id)
+}
+
+func (f Funcs) Trace(ctx context.Context, id string, req api.TraceRequest) (*api.TraceResult, error) {
+	if f.Trace_ == nil {
+		return nil, unsupported("trace containers")
+	}
+	return f.Trace_(ctx, id, req)
+}
+
+func (f Funcs) TOC(ctx context.Context, ref string) ([]byte, error) {
+	if f.TOC_ == nil {
+		return nil, unsupported("give tables of contents")
+	}
+	return f.TOC_(ctx, ref)
 }
 
 func (f Funcs) Verify(ctx context.Context, ref string, emit func(api.VerifyEvent) error) error {

@@ -1,0 +1,279 @@
+package main
+
+import (
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"hydrofoil.dev/foil/internal/format/trace"
+	"hydrofoil.dev/foil/internal/picture"
+	"hydrofoil.dev/foil/internal/progress"
+	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/launch"
+	"hydrofoil.dev/foil/internal/worker/probe"
+	"hydrofoil.dev/foil/internal/worker/runner"
+)
+
+// traceFlags are those of the commands that trace.
+type traceFlags struct {
+	root, probe, net, entrypoint string
+	runs                         int
+	asJSON                       bool
+	opts                         launch.Options
+	trace                        launch.TraceOptions
+}
+
+// add adds them to cmd. What follows REF and "--" is the command.
+func (f *traceFlags) add(cmd *cobra.Command) {
+	clientRoot(cmd, &f.root)
+	cmd.ValidArgsFunction = completeNames(&f.root, false)
+	fs := cmd.Flags()
+	fs.StringVar(&f.probe, "probe", "", "`PROBE` that tells when the service is ready, as for foil run")
+	fs.DurationVar(&f.trace.Quiet, "quiet", 3*time.Second, "without a probe: how long nothing new is read when the service counts as ready")
+	fs.IntVar(&f.runs, "runs", 1, "how often to run the service; pages that at least half of the runs touch count")
+	fs.StringVar(&f.entrypoint, "entrypoint", "", "`COMMAND` in place of the image's entrypoint and command")
+	fs.StringArrayVarP(&f.opts.Spec.Env, "env", "e", nil, "set `KEY=VALUE`, or pass on the caller's KEY; may be repeated")
+	fs.StringVarP(&f.opts.Spec.Cwd, "workdir", "w", "", "working `DIR` in place of the image's")
+	fs.StringVarP(&f.opts.Spec.User, "user", "u", "", "`USER[:GROUP]`, names or numbers, in place of the image's")
+	fs.StringVar(&f.net, "net", string(runner.HostNetwork), "`NETWORK`: host, or none (loopback only)")
+	fs.StringVar(&f.opts.Pull.Platform, "platform", "", "`OS/ARCH[/VARIANT]` to choose from an index (default this host's)")
+	fs.BoolVar(&f.opts.Pull.PlainHTTP, "plain-http", false, "speak HTTP without TLS; loopback addresses always do")
+	jsonFlag(cmd, &f.asJSON)
+}
+
+// apply checks the command line and puts it into the options.
+func (f *traceFlags) apply(args []string) error {
+	f.opts.Pull.Ref = args[0]
+	if len(args) > 1 {
+		f.opts.Spec.Args = args[1:]
+	}
+	f.opts.Spec.Net = runner.Network(f.net)
+	if f.entrypoint != "" {
+		f.opts.Spec.Entrypoint = []string{f.entrypoint}
+	}
+	switch {
+	case f.opts.Spec.Net != runner.HostNetwork && f.opts.Spec.Net != runner.NoNetwork:
+		return usagef("--net %s: say host or none", f.net)
+	case f.runs < 1 || f.runs > 100:
+		return usagef("--runs %d: say 1 to 100", f.runs)
+	case f.trace.Quiet <= 0:
+		return usagef("--quiet %v: say how long, for example 3s", f.trace.Quiet)
+	}
+	if f.probe != "" {
+		if _, err := probe.Parse(f.probe); err != nil {
+			return &usageError{err}
+		}
+	}
+	return nil
+}
+
+func newTraceCommand() *cobra.Command {
+	var f traceFlags
+	var output string
+	var noSend bool
+	cmd := &cobra.Command{
+		Use:   "trace [flags] REF [-- COMMAND ARG...]",
+		Short: "Record which pages of an image a service reads until it is ready",
+		Long: `trace runs a container of an image that is here, complete (it is pulled first),
+until its probe says that it is ready, and records which pages of which files it
+read, in which order and when: page by page, whether by read, mmap or exec. Only
+what this container and what it starts read is recorded. Then the container is
+stopped and removed.
+
+Each run has a mount of its own with a cold page cache. The traces go to the
+image's server, which makes the startup set of the service from them: an image
+with an entrypoint and a command. Pages count that at least half of the runs
+touched. "foil startup" shows and removes sets; docs/startup.md says more.
+
+Without --probe a service is ready when it has read nothing new for --quiet, or
+has ended with code 0.
+
+With --json each run is a line of JSON on standard output; its last member lists
+what was touched: path, first page, pages, and seconds since the start.
+
+Exit codes: 0; 1 the service did not become ready, or the trace could not be
+taken or sent (it is printed all the same).`,
+		Example: `  foil trace --probe tcp:6379 registry.example/redis:7
+  foil trace --runs 5 --probe http:8080/health registry.example/app:v2
+  foil trace --no-send --json --probe exit registry.example/python:3 -- python3 -c 'import ssl'`,
+		Args: cobra.MinimumNArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if err := f.apply(args); err != nil {
+				return err
+			}
+			f.trace.Send = !noSend
+			if output == "" {
+				return f.run(cmd, nil)
+			}
+			file, err := os.Create(output)
+			if err != nil {
+				return fmt.Errorf("--output: %w", err)
+			}
+			return errors.Join(f.run(cmd, file), file.Close())
+		},
+	}
+	f.add(cmd)
+	cmd.Flags().StringVar(&output, "output", "", "write the traces to `FILE` as well, as --json does")
+	cmd.Flags().BoolVar(&noSend, "no-send", false, "do not send the traces to the server")
+	return cmd
+}
+
+// run takes the traces, prints them, and writes them to file unless it is nil.
+func (f *traceFlags) run(cmd *cobra.Command, file io.Writer) error {
+	if err := needRoot(os.Geteuid(), cmd.CommandPath()); err != nil {
+		return err
+	}
+	c, err := api.EnsureDaemon(cmd.Context(), f.root, api.EnsureOptions{})
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	signals := make(chan os.Signal, 16)
+	signal.Notify(signals, syscall.SIGHUP, syscall.SIGINT, syscall.SIGTERM)
+	defer signal.Stop(signals)
+	f.opts.Signals = signals
+	var img *picture.Image
+	var failed error
+	for i := range f.runs {
+		res, err := f.once(cmd, c, i)
+		if err != nil {
+			return advise(f.root, err)
+		}
+		if img == nil {
+			if img, err = imageOf(cmd.Context(), c, f.opts.Pull.Ref); err != nil {
+				return advise(f.root, err)
+			}
+		}
+		t, err := trace.Decode(res.Trace)
+		if err != nil {
+			return err
+		}
+		v, err := img.Trace(t)
+		if err != nil {
+			return err
+		}
+		if res.Cut {
+			fmt.Fprintf(cmd.ErrOrStderr(), "foil: the service reads more than a trace can hold; what came after the first %d pages is left out\n", v.Pages)
+		}
+		if file != nil {
+			if err := printJSON(file, v); err != nil {
+				return fmt.Errorf("--output: %w", err)
+			}
+		}
+		if f.asJSON {
+			err = printJSON(cmd.OutOrStdout(), v)
+		} else {
+			err = f.summary(cmd.OutOrStdout(), v, i, res)
+		}
+		if err != nil {
+			return err
+		}
+		if res.SendError != "" && failed == nil {
+			failed = fmt.Errorf("send the trace: %s", res.SendError)
+		}
+	}
+	return failed
+}
+
+// once runs the service once.
+func (f *traceFlags) once(cmd *cobra.Command, c *api.Client, i int) (*api.TraceResult, error) {
+	o, t := f.opts, f.trace
+	o.Begun = time.Now()
+	o.Spec.ID = "trace-" + strings.ToLower(rand.Text()[:10])
+	var err error
+	if f.probe != "" {
+		if o.Probe, err = probe.Parse(f.probe); err != nil {
+			return nil, err
+		}
+	}
+	if i > 0 {
+		o.Policy = launch.PullNever // all runs are of one image
+	}
+	// What the container says matters when it does not become ready.
+	said := new(tail)
+	o.IO = runner.IO{Stdout: said, Stderr: said}
+	done := func() {}
+	if _, terminal := progress.Terminal(cmd.ErrOrStderr()); terminal && !f.asJSON {
+		d := progress.NewDisplay(cmd.ErrOrStderr())
+		what := fmt.Sprintf("run %d of %d", i+1, f.runs)
+		o.Pull.Interval = 100 * time.Millisecond
+		o.Emit = func(ev api.Event) {
+			switch ev.Event {
+			case api.Progress:
+				_ = d.Lines(fmt.Sprintf("%s: pulling, %s of %s here", what, progress.Bytes(ev.ContentHere), progress.Bytes(ev.ContentTotal)))
+			case api.Started, api.Ready:
+				_ = d.Lines(what + ": " + string(ev.Event))
+			}
+		}
+		t.Progress = func(s api.TraceStatus) {
+			_ = d.Lines(fmt.Sprintf("%s: %d pages, %s", what, s.Pages, progress.Bytes(s.Pages*trace.BlockSize)))
+		}
+		done = func() { _ = d.Clear() }
+	}
+	res, err := worker(f.root, c).Trace(cmd.Context(), o, t)
+	done()
+	if err != nil && len(said.b) > 0 {
+		err = fmt.Errorf("%w; the end of what it said:\n%s", err, strings.TrimRight(string(said.b), "\n"))
+	}
+	return res, err
+}
+
+func (f *traceFlags) summary(w io.Writer, v *picture.Trace, i int, res *api.TraceResult) error {
+	if i == 0 {
+		if _, err := fmt.Fprintf(w, "service %s of %s: %s\n", v.Service, v.Ref, strings.Join(v.Args, " ")); err != nil {
+			return err
+		}
+	}
+	sent := "not sent"
+	if res.Sent {
+		sent = "sent"
+	}
+	_, err := fmt.Fprintf(w, "run %d: ready after %s; %d pages, %s of %s (%.1f%%), in %d files; %s\n", i+1,
+		progress.Duration(time.Duration(v.Ready*float64(time.Second))), v.Pages, progress.Bytes(v.Bytes), progress.Bytes(v.ImageBytes),
+		percent(v.Bytes, v.ImageBytes), v.Files, sent)
+	return err
+}
+
+func percent(part, whole int64) float64 {
+	if whole == 0 {
+		return 0
+	}
+	return 100 * float64(part) / float64(whole)
+}
+
+// imageOf returns an image whose pages can be named.
+func imageOf(ctx context.Context, c *api.Client, ref string) (*picture.Image, error) {
+	b, err := c.TOC(ctx, ref)
+	if err != nil {
+		return nil, err
+	}
+	return picture.NewImage(ref, b)
+}
+
+// tail keeps the end of what both streams of a container say.
+type tail struct {
+	mu sync.Mutex
+	b  []byte
+}
+
+const tailBytes = 2048
+
+func (t *tail) Write(b []byte) (int, error) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.b = append(t.b, b...)
+	if n := len(t.b) - tailBytes; n > 0 {
+		t.b = append(t.b[:0], t.b[n:]...)
+	}
+	return len(b), nil
+}

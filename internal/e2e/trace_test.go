@@ -1,0 +1,357 @@
+package e2e
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"sort"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+	"unsafe"
+
+	"github.com/google/go-cmp/cmp"
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+	"golang.org/x/sys/unix"
+
+	"hydrofoil.dev/foil/internal/format/trace"
+	"hydrofoil.dev/foil/internal/kernel"
+	"hydrofoil.dev/foil/internal/picture"
+	"hydrofoil.dev/foil/internal/server/layer/layertest"
+	"hydrofoil.dev/foil/internal/worker/api"
+)
+
+// hostProgram returns a layer with a program of this host and the libraries that
+// it loads, at their places, and busybox.
+func hostProgram(t *testing.T, program string) layertest.Blob {
+	t.Helper()
+	path, err := exec.LookPath(program)
+	if err != nil {
+		t.Skip(err)
+	}
+	if path, err = filepath.EvalSymlinks(path); err != nil {
+		t.Fatal(err)
+	}
+	out, err := exec.Command("ldd", path).Output()
+	if err != nil {
+		t.Skipf("ldd %s: %v", path, err)
+	}
+	files := []string{path}
+	for _, m := range regexp.MustCompile(`(/[^ ]+) \(0x`).FindAllStringSubmatch(string(out), -1) {
+		files = append(files, m[1])
+	}
+	var entries []layertest.Entry
+	made := map[string]bool{}
+	add := func(name string, data []byte) {
+		for i, c := range name {
+			if c == '/' && !made[name[:i]] {
+				made[name[:i]] = true
+				entries = append(entries, layertest.Dir(name[:i], 0o755))
+			}
+		}
+		entries = append(entries, layertest.File(name, 0o755, string(data)))
+	}
+	for _, f := range append(files, busybox) {
+		b, err := os.ReadFile(f)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if f == busybox {
+			f = "/bin/busybox"
+		}
+		add(strings.TrimPrefix(f, "/"), b)
+	}
+	for i := range 40 {
+		add(fmt.Sprintf("data/%02d", i), []byte(noise(100_000+i)))
+	}
+	entries = append(entries, layertest.Dir("dev", 0o755), layertest.Char("dev/null", 0o666, 1, 3))
+	return layertest.Layer(entries).Tar(t)
+}
+
+// cached returns the pages of each content of an image that are in the page cache of
+// its mount.
+func cached(t *testing.T, img *picture.Image, mnt string) map[string]bool {
+	t.Helper()
+	pages := map[string]bool{}
+	byPath := map[string]int32{}
+	img.TOC.Walk(func(path string, inode int) { byPath[path] = img.TOC.Inodes[inode].Content })
+	err := filepath.WalkDir(mnt, func(path string, d fs.DirEntry, err error) error {
+		if err != nil || !d.Type().IsRegular() {
+			return err
+		}
+		f, err := os.Open(path)
+		if err != nil {
+			return err
+		}
+		defer f.Close()
+		st, err := f.Stat()
+		if err != nil || st.Size() == 0 {
+			return err
+		}
+		m, err := unix.Mmap(int(f.Fd()), 0, int(st.Size()), unix.PROT_READ, unix.MAP_SHARED)
+		if err != nil {
+			return err
+		}
+		defer func() { _ = unix.Munmap(m) }()
+		in := make([]byte, trace.Pages(st.Size()))
+		if err := mincore(m, in); err != nil {
+			return err
+		}
+		content := byPath[strings.TrimPrefix(path, mnt)]
+		for i, b := range in {
+			if b&1 != 0 {
+				pages[fmt.Sprintf("%s %d", img.Path(uint32(content)), i)] = true
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return pages
+}
+
+func mincore(m, in []byte) error {
+	_, _, errno := unix.Syscall(unix.SYS_MINCORE, uintptr(unsafe.Pointer(&m[0])), uintptr(len(m)), uintptr(unsafe.Pointer(&in[0])))
+	if errno != 0 {
+		return errno
+	}
+	return nil
+}
+
+func pagesOf(v *picture.Trace) map[string]bool {
+	pages := map[string]bool{}
+	for _, touch := range v.Touched {
+		for p := touch.First; p < touch.First+touch.Pages; p++ {
+			pages[fmt.Sprintf("%s %d", touch.Path, p)] = true
+		}
+	}
+	return pages
+}
+
+func imageNames(t *testing.T, w *worker, ref string) *picture.Image {
+	t.Helper()
+	b, err := w.client.TOC(t.Context(), ref)
+	if err != nil {
+		t.Fatal(err)
+	}
+	img, err := picture.NewImage(ref, b)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return img
+}
+
+// TestTraceIsExact: what a trace says was read are the pages that are in the
+// page cache of the mount that was traced, whether read, mapped or executed, and
+// nothing that others read.
+func TestTraceIsExact(t *testing.T) {
+	if busybox == "" {
+		t.Skip("no static busybox here: install busybox-static")
+	}
+	s := startServer(t, t.TempDir())
+	layer := hostProgram(t, "git")
+	img := newImage(t, ocispec.ImageConfig{Cmd: []string{"/bin/busybox", "true"}}, layer)
+	ref := s.push("traced", "1", img)
+	w := startWorker(t, workerRoot(t))
+	w.mustPull(ref, api.Complete)
+	names := imageNames(t, w, ref)
+
+	c, err := w.client.CreateContainer(t.Context(), api.ContainerRequest{ID: "traced", Ref: ref, Trace: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	// Another image whose contents lie in the arena that is traced, mounted after
+	// that began, and this one as others see it.
+	next := s.push("traced", "2", newImage(t, ocispec.ImageConfig{}, layer, layertest.Layer{layertest.File("new", 0o644, noise(5000))}.Tar(t)))
+	w.mustPull(next, api.Complete)
+	for _, other := range []string{next, ref} {
+		if _, err := os.ReadFile(filepath.Join(w.mountOf(other), "data/30")); err != nil {
+			t.Fatal(err)
+		}
+	}
+
+	git, err := exec.LookPath("git")
+	if err != nil {
+		t.Skip(err)
+	}
+	if git, err = filepath.EvalSymlinks(git); err != nil {
+		t.Fatal(err)
+	}
+	began := time.Now()
+	script := "/bin/busybox dd if=/data/05 of=/dev/null bs=4096 skip=3 count=2; /bin/busybox cat /data/06 >/dev/null; exec " + git + " --version"
+	cmd := exec.Command("/bin/busybox", "sh", "-c", script)
+	cmd.SysProcAttr = &syscall.SysProcAttr{Chroot: c.Rootfs}
+	cmd.Dir = "/"
+	if out, err := cmd.CombinedOutput(); err != nil || !bytes.Contains(out, []byte("git version")) {
+		t.Fatalf("%v: %s", err, out)
+	}
+	st, err := w.client.TraceStatus(t.Context(), c.ID)
+	if err != nil {
+		t.Fatal(err)
+	}
+	req := api.TraceRequest{Args: []string{"sh"}, Started: began, Ready: time.Now()}
+	res, err := w.client.Trace(t.Context(), c.ID, req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	tr, err := trace.Decode(res.Trace)
+	if err != nil {
+		t.Fatal(err)
+	}
+	v, err := names.Trace(tr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := cached(t, names, filepath.Join(c.Dir, "image"))
+	if diff := cmp.Diff(want, pagesOf(v)); diff != "" {
+		t.Errorf("pages in the page cache, and those of the trace:\n%s", diff)
+	}
+	if st.Pages != v.Pages || int(v.Pages) != len(want) || v.Service != trace.Service([]string{"sh"}) {
+		t.Errorf("%d pages, the trace has %d; service %s", st.Pages, v.Pages, v.Service)
+	}
+	// In order: busybox, then what it read, then git.
+	var order []string
+	for _, touch := range v.Touched {
+		if len(order) == 0 || order[len(order)-1] != touch.Path {
+			order = append(order, touch.Path)
+		}
+	}
+	at := func(path string) int {
+		return sort.Search(len(order), func(i int) bool {
+			for _, p := range order[:i+1] {
+				if p == path {
+					return true
+				}
+			}
+			return false
+		})
+	}
+	if a, b, c, d := at("/bin/busybox"), at("/data/05"), at("/data/06"), at(git); a > b || b > c || c > d || d == len(order) {
+		t.Errorf("order %v", order)
+	}
+	if n := len(want); n < 100 {
+		t.Errorf("only %d pages: too few to be a test", n)
+	}
+	for p := range want {
+		if strings.HasPrefix(p, "/data/05 ") && p != "/data/05 3" && p != "/data/05 4" || strings.HasPrefix(p, "/data/30 ") {
+			t.Errorf("page %s was read", p)
+		}
+	}
+	if err := w.client.RemoveContainer(t.Context(), c.ID); err != nil {
+		t.Fatal(err)
+	}
+	if mounts, err := kernel.Mounts(c.Dir); err != nil || len(mounts) > 0 {
+		t.Errorf("left: %+v, %v", mounts, err)
+	}
+	if _, err := os.Stat(c.Dir); !os.IsNotExist(err) {
+		t.Errorf("%s is left: %v", c.Dir, err)
+	}
+}
+
+// TestTraceDaemonKilled: a daemon that is killed while it records leaves nobody hanging,
+// and the next one removes what is left.
+func TestTraceDaemonKilled(t *testing.T) {
+	if busybox == "" {
+		t.Skip("no static busybox here: install busybox-static")
+	}
+	s := startServer(t, t.TempDir())
+	ref := s.push("traced", "1", newImage(t, ocispec.ImageConfig{}, hostProgram(t, "git")))
+	root := workerRoot(t)
+	w := startWorker(t, root)
+	w.mustPull(ref, api.Complete)
+	c, err := w.client.CreateContainer(t.Context(), api.ContainerRequest{ID: "traced", Ref: ref, Trace: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	mnt := w.mountOf(ref)
+	f, err := os.Open(filepath.Join(c.Rootfs, "data/01"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	b := make([]byte, 4096)
+	if _, err := f.ReadAt(b, 0); err != nil {
+		t.Fatal(err)
+	}
+	w.kill()
+	// It is right or fails, at once.
+	switch _, err := f.ReadAt(b, 16*4096); {
+	case err != nil:
+		t.Logf("without a daemon: %v", err)
+	default:
+		good, err := os.ReadFile(filepath.Join(mnt, "data/01"))
+		if err == nil && !bytes.Equal(b, good[16*4096:17*4096]) {
+			t.Error("without a daemon: wrong bytes")
+		}
+	}
+	f.Close()
+	w = startWorker(t, root)
+	if list, err := w.client.Containers(t.Context()); err != nil || len(list) > 0 {
+		t.Errorf("containers %+v, %v", list, err)
+	}
+	if mounts, err := kernel.Mounts(c.Dir); err != nil || len(mounts) > 0 {
+		t.Errorf("left: %+v, %v", mounts, err)
+	}
+	if _, err := w.client.Trace(t.Context(), c.ID, api.TraceRequest{Started: time.Now(), Ready: time.Now()}); err == nil {
+		t.Error("the next daemon has a trace")
+	}
+}
+
+// TestFoilTrace: the command runs a service several times, cold each time, and
+// leaves nothing.
+func TestFoilTrace(t *testing.T) {
+	needContainers(t)
+	s := startServer(t, t.TempDir())
+	ref := s.push("traced", "1", newImage(t, ocispec.ImageConfig{Entrypoint: []string{"/bin/busybox", "sh", "-c"}}, hostProgram(t, "git")))
+	w := startWorker(t, workerRoot(t))
+	file := filepath.Join(t.TempDir(), "traces")
+	args := []string{"trace", "--root", w.root, "--no-send", "--runs", "2", "--output", file, "--probe", "stdout:^up$", ref, "--"}
+	out, errOut, code := command(t, append(args, "busybox cat /data/07 >/dev/null; echo up; busybox cat /data/08 >/dev/null; busybox sleep 100")...)
+	if code != 0 || strings.Count(out, "\n") != 3 || !strings.Contains(out, "run 2: ready after ") {
+		t.Fatalf("code %d, output %q, %q", code, out, errOut)
+	}
+	b, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var runs []picture.Trace
+	for line := range bytes.Lines(b) {
+		var v picture.Trace
+		if err := json.Unmarshal(line, &v); err != nil {
+			t.Fatal(err)
+		}
+		runs = append(runs, v)
+	}
+	if len(runs) != 2 || len(runs[0].Args) != 4 || runs[0].Service != runs[1].Service {
+		t.Fatalf("runs %+v", runs)
+	}
+	for i, v := range runs {
+		pages := pagesOf(&v)
+		if v.Ref != ref || v.Ready <= 0 || int(v.Pages) != len(pages) || v.Bytes > v.Pages*4096 || v.ImageBytes <= v.Bytes {
+			t.Errorf("run %d: %+v", i, v)
+		}
+		for p := range 25 {
+			if !pages[fmt.Sprintf("/data/07 %d", p)] {
+				t.Errorf("run %d: page %d of what was read before ready is missing", i, p)
+			}
+		}
+		if !pages["/bin/busybox 0"] || pages["/data/09 0"] {
+			t.Errorf("run %d: %v", i, pages)
+		}
+	}
+	w.leavesNothing(t)
+	if mounts, err := kernel.Mounts(filepath.Join(w.root, "containers")); err != nil || len(mounts) > 0 {
+		t.Errorf("left: %+v, %v", mounts, err)
+	}
+	_, errOut, code = command(t, "trace", "--root", w.root, "--no-send", "--probe", "tcp:1", ref, "--", "echo oh no; exit 7")
+	if code != 1 || !strings.Contains(errOut, "oh no") || !strings.Contains(errOut, "exit code 7") {
+		t.Errorf("a service that fails: code %d, %q", code, errOut)
+	}
+}
