@@ -1,6 +1,8 @@
 package bundle
 
 import (
+	"slices"
+
 	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 )
@@ -56,11 +58,27 @@ type ImageRequest struct {
 	// Header, when true, ends the stream after the plan of no frames: only
 	// manifest, config and TOC are wanted.
 	Header bool `json:"header,omitempty"`
-	// Startup, when true, asks for the startup set of the service that runs Args
-	// on the image, right after the headers. Nil Args are the image's own entrypoint and
-	// command.
-	Startup bool     `json:"startup,omitempty"`
-	Args    []string `json:"args,omitempty"`
+	// Startup, when true, asks for the startup set of the service that Service
+	// names, right after the headers.
+	Startup bool `json:"startup,omitempty"`
+	// Entrypoint and Args are what the container will run in the place of the
+	// image's entrypoint and command. Nil ones are the image's own; but an
+	// Entrypoint without Args takes none.
+	Entrypoint []string `json:"entrypoint,omitempty"`
+	Args       []string `json:"args,omitempty"`
+}
+
+// Service returns what runs in a container of an image with the given config:
+// what trace.Trace.Args holds.
+func (r *ImageRequest) Service(c ocispec.ImageConfig) []string {
+	entrypoint, args := c.Entrypoint, c.Cmd
+	if r.Entrypoint != nil {
+		entrypoint, args = r.Entrypoint, nil
+	}
+	if r.Args != nil {
+		args = r.Args
+	}
+	return slices.Concat(entrypoint, args)
 }
 
 // Have is a rootfs on the worker.

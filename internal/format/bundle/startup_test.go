@@ -12,6 +12,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-cmp/cmp/cmpopts"
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"pgregory.net/rapid"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
@@ -372,6 +373,23 @@ func TestStartupProperty(t *testing.T) {
 			t.Fatal(d)
 		}
 	})
+}
+
+func TestService(t *testing.T) {
+	image := ocispec.ImageConfig{Entrypoint: []string{"e"}, Cmd: []string{"c"}}
+	for _, c := range []struct {
+		r    bundle.ImageRequest
+		want []string
+	}{
+		{bundle.ImageRequest{}, []string{"e", "c"}},
+		{bundle.ImageRequest{Args: []string{"a", "b"}}, []string{"e", "a", "b"}},
+		{bundle.ImageRequest{Entrypoint: []string{"x"}}, []string{"x"}},
+		{bundle.ImageRequest{Entrypoint: []string{"x"}, Args: []string{"a"}}, []string{"x", "a"}},
+	} {
+		if d := cmp.Diff(c.want, c.r.Service(image)); d != "" {
+			t.Errorf("%+v: %s", c.r, d)
+		}
+	}
 }
 
 func FuzzReaderStartup(f *testing.F) {

@@ -8,8 +8,9 @@
 // after section off the stream. For an image it calls Options.Open, which lays
 // out an arena; the plan is turned into "which frame holds this segment"; a
 // frame goes to one of GOMAXPROCS workers, which decodes it and hands each of its segments to
-// Arena.WriteSegment, the only place where bytes are verified, written and
-// marked. Every few seconds, and at the end, arenas are synced.
+// Arena.WriteSegment. A startup set comes before the plan: its frames go to the same workers,
+// and each page run to Arena.WriteRun. Bytes are verified, written and
+// marked in these two places only. Every few seconds, and at the end, arenas are synced.
 //
 // Open is called between two sections and nothing is read meanwhile; what
 // arrives waits in the connection's receive window, 16 MiB. So Open should
@@ -39,6 +40,7 @@ import (
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/format/toc"
+	"hydrofoil.dev/foil/internal/format/trace"
 	"hydrofoil.dev/foil/internal/worker/arena"
 )
 
@@ -56,9 +58,12 @@ type Options struct {
 	// long it may take.
 	Open func(ctx context.Context, img *bundle.Image, t *toc.TOC) (*arena.Arena, error)
 	// TOC returns the encoded TOC of an image whose header left it out. It is
-	// called only if frames hold segments that no arena of the image has a
+	// called only if a startup set comes, or if frames hold segments that no arena of the image has a
 	// place for; nil means that it cannot be had.
 	TOC func(ctx context.Context, img *bundle.Image) ([]byte, error)
+	// Early is called, when not nil, each time when the plan of a stream has arrived: what the
+	// stream had of startup sets has been written, unless it was damaged.
+	Early func(Startup)
 
 	// GiveUp is how long the pull keeps trying while nothing arrives; 0 means
 	// 5 minutes. Then its arenas fail: reads that wait get an error.
@@ -149,6 +154,8 @@ type Pull struct {
 	resumes    atomic.Int64
 	promotions atomic.Int64 // frames asked for ahead of their turn
 	unsync     atomic.Int64 // bytes of contents since the last sync
+	pagesMoved atomic.Int64 // bytes of frames of startup sets
+	pagesRaw   atomic.Int64 // bytes of the page runs in them that were written
 	rate       rate
 	kick       chan struct{} // a sync is due
 
@@ -156,8 +163,9 @@ type Pull struct {
 	images   []bundle.ImageRequest // pinned to digests once resolved
 	targets  []*target             // by index in the request
 	current  *stream               // the one that runs and has its plan
-	wanted   map[want]int          // segments that reads wait for, and how many
-	damaged  map[segment.ID]int    // how often it arrived damaged
+	wanted   map[*reading]struct{} // reads that wait
+	damaged  map[segment.ID]int    // how often a segment or page run arrived damaged
+	origin   string                // of the first startup set
 	waits    waits
 	promoter promoter
 }
@@ -166,7 +174,7 @@ type Pull struct {
 type target struct {
 	header bundle.Image // without its bytes
 	arena  *arena.Arena // nil: nothing is fetched
-	toc    *toc.TOC     // until the first plan has been read
+	toc    *toc.TOC     // until the plan has been read
 }
 
 // layout returns the arena's layout, or nil.
@@ -201,7 +209,7 @@ func newPull(ctx context.Context, opts Options) *Pull {
 		kick:    make(chan struct{}, 1),
 		images:  slices.Clone(opts.Request.Images),
 		targets: make([]*target, len(opts.Request.Images)),
-		wanted:  make(map[want]int),
+		wanted:  make(map[*reading]struct{}),
 		damaged: make(map[segment.ID]int),
 	}
 	p.promoter.init(p)
@@ -387,9 +395,21 @@ func (p *Pull) request() bundle.Request {
 		if t == nil || slices.ContainsFunc(p.targets[:i], func(o *target) bool { return o != nil && o.header.ChainID == t.header.ChainID }) {
 			continue
 		}
-		req.Have = append(req.Have, bundle.Have{ChainID: t.header.ChainID, TOC: t.header.TOCDigest, Present: t.present(p.opts.Request.Have)})
+		h := bundle.Have{ChainID: t.header.ChainID, TOC: t.header.TOCDigest, Present: t.present(p.opts.Request.Have)}
+		if t.arena != nil {
+			h.Pages = Pages(t.arena)
+		}
+		req.Have = append(req.Have, h)
 	}
 	return req
+}
+
+// Pages is what to say in bundle.Have.Pages of an arena.
+func Pages(a *arena.Arena) []byte {
+	if runs := a.PresentRuns(); len(runs) > 0 {
+		return trace.AppendRuns(nil, runs)
+	}
+	return nil
 }
 
 // present returns a bitmap of the segments that the server need not send: those

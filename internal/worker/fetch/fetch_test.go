@@ -219,7 +219,9 @@ func TestAnything(t *testing.T) {
 					files = append(files, blob(c.seed, c.size))
 				}
 			}
-			images = append(images, newImage(t, fmt.Sprint(i), files...))
+			m := newImage(t, fmt.Sprint(i), files...)
+			m.startup = drawStartup(t, m)
+			images = append(images, m)
 		}
 		s := newServer(images...)
 		defer s.close()
@@ -233,6 +235,9 @@ func TestAnything(t *testing.T) {
 			if rapid.IntRange(0, 3).Draw(t, "damage") == 0 {
 				sc.damage = map[int]bool{rapid.IntRange(0, 5).Draw(t, "damaged"): true}
 			}
+			if rapid.IntRange(0, 3).Draw(t, "damage pages") == 0 {
+				sc.pages = damagePages(rapid.IntRange(0, 2).Draw(t, "damaged pages"))
+			}
 			return sc
 		}), 0, 5).Draw(t, "scripts")
 		c := s.client(t, ClientOptions{StallTimeout: 50 * time.Millisecond})
@@ -244,6 +249,9 @@ func TestAnything(t *testing.T) {
 		left := rapid.IntRange(0, 7).Draw(t, "left out")
 		w.in = func(_ *image, content int) bool { return content%8 != left }
 		o := w.options(c, len(images))
+		for i := range o.Request.Images {
+			o.Request.Images[i].Startup = rapid.Bool().Draw(t, "startup")
+		}
 		o.Attempts = 10
 		p := Start(context.Background(), o)
 		// Readers that come at any time get the right bytes.

@@ -22,10 +22,10 @@ const (
 	lastWaits = 64
 )
 
-// want is a segment that a read waits for.
-type want struct {
-	arena   *arena.Arena
-	segment int
+// reading is a read that waits.
+type reading struct {
+	arena  *arena.Arena
+	off, n int64
 }
 
 // Need waits until [off, off+n) of a, one of the pull's arenas, is present, and
@@ -36,47 +36,44 @@ func (p *Pull) Need(ctx context.Context, a *arena.Arena, off, n int64) error {
 		return nil
 	}
 	began := time.Now()
-	segments := a.AbsentSegments(nil, off, n)
-	promoted := p.want(a, segments)
+	r := &reading{a, off, n}
+	p.mu.Lock()
+	p.wanted[r] = struct{}{}
+	promoted := p.current != nil && p.current.wantAll(r)
+	p.mu.Unlock()
 	err := a.Wait(ctx, off, n)
-	p.unwant(a, segments)
+	p.mu.Lock()
+	delete(p.wanted, r)
+	p.mu.Unlock()
 	p.waits.add(Wait{Offset: off, Length: n, Began: began, Took: time.Since(began), Promoted: promoted, Err: err})
 	return err
 }
 
-// want notes that a read waits for segments, now and in streams to come.
-func (p *Pull) want(a *arena.Arena, segments []int) (promoted bool) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	for _, i := range segments {
-		w := want{a, i}
-		p.wanted[w]++
-		if s := p.current; s != nil && s.want(w) {
+// wantAll makes what a read waits for come soon, and reports whether something
+// had to be promoted. p.mu is held.
+func (s *stream) wantAll(r *reading) (promoted bool) {
+	for _, i := range r.arena.AbsentSegments(nil, r.off, r.n) {
+		if s.want(r.arena, i) {
 			promoted = true
 		}
 	}
 	return promoted
 }
 
-func (p *Pull) unwant(a *arena.Arena, segments []int) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	for _, i := range segments {
-		w := want{a, i}
-		if p.wanted[w]--; p.wanted[w] == 0 {
-			delete(p.wanted, w)
-		}
-	}
-}
-
 // want makes a segment come soon, and reports whether it had to be promoted.
 // p.mu is held.
-func (s *stream) want(w want) bool {
-	frameOf := s.frameOf[w.arena]
-	if frameOf == nil || frameOf[w.segment] == noFrame {
+func (s *stream) want(a *arena.Arena, i int) bool {
+	frameOf := s.frameOf[a]
+	if frameOf == nil {
 		return false
 	}
-	frame := int(frameOf[w.segment])
+	if frameOf[i] == noFrame {
+		if s.torn > 0 {
+			s.again() // its pages may be those that arrived damaged
+		}
+		return false
+	}
+	frame := int(frameOf[i])
 	switch state := s.state[frame]; {
 	case state&damaged != 0:
 		s.again()

@@ -12,7 +12,8 @@ import (
 // job is one frame for a worker.
 type job struct {
 	stream *stream
-	frame  uint32
+	set    *set   // that it is a frame of; nil: of the plan
+	frame  uint32 // its index there
 	data   []byte
 	buffer *buffer // that data is in
 }
@@ -52,7 +53,11 @@ func (p *Pull) putBuffer(b *buffer) {
 func (p *Pull) worker() {
 	var raw []byte
 	for j := range p.jobs {
-		if p.ctx.Err() == nil {
+		switch {
+		case p.ctx.Err() != nil:
+		case j.set != nil:
+			raw = p.writePages(j, raw)
+		default:
 			raw = p.write(j, raw)
 		}
 		p.putBuffer(j.buffer)
@@ -91,13 +96,18 @@ func (p *Pull) write(j job, raw []byte) []byte {
 	if wrong == (segment.ID{}) {
 		p.frames.Add(1)
 	}
-	if p.unsync.Add(written) >= p.opts.SyncBytes {
+	p.wrote(written)
+	return raw
+}
+
+// wrote counts bytes of contents that were written.
+func (p *Pull) wrote(n int64) {
+	if p.unsync.Add(n) >= p.opts.SyncBytes {
 		select {
 		case p.kick <- struct{}{}:
 		default:
 		}
 	}
-	return raw
 }
 
 // damaged counts a frame that did not decode (id nil), or in which a segment
@@ -113,26 +123,32 @@ func (s *stream) damaged(frame uint32, id *segment.ID, err error) {
 			return nil
 		})
 	}
-	p.bad.Add(1)
 	p.log.Warn("damaged frame", "frame", frame, "stream", s.id, "error", err)
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	s.bad++
 	s.state[frame] |= damaged
+	if !s.countDamage(ids, fmt.Errorf("frame %d: %w", frame, err)) {
+		return
+	}
+	for r := range p.wanted {
+		s.wantAll(r)
+	}
+}
+
+// countDamage counts a frame in which segments or page runs arrived damaged, and
+// reports whether they may come again. p.mu is held.
+func (s *stream) countDamage(ids []segment.ID, err error) bool {
+	p := s.p
+	p.bad.Add(1)
+	s.bad++
 	for _, id := range ids {
 		p.damaged[id]++
 		if n := p.damaged[id]; n >= p.opts.Attempts {
-			p.cancel(fmt.Errorf("frame %d from %s arrived damaged %d times, segment %s: %w: the server's copy may be damaged",
-				frame, p.opts.Client.Base(), n, id, err))
-			return
+			p.cancel(fmt.Errorf("%s arrived damaged from %s %d times: %w: the server's copy may be damaged", id, p.opts.Client.Base(), n, err))
+			return false
 		}
 	}
-	for w := range p.wanted {
-		if s.frameOf[w.arena] != nil && s.frameOf[w.arena][w.segment] == frame {
-			s.again()
-			return
-		}
-	}
+	return true
 }
 
 // again ends the stream, to ask for frames that arrived damaged and that a

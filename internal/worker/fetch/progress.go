@@ -12,6 +12,9 @@ type Progress struct {
 	Rate  float64
 
 	ContentHere, ContentTotal int64 // bytes of contents in the pull's arenas
+	Written                   int64 // bytes, to these arenas since they were opened
+
+	Startup Startup
 
 	Waits      int64 // reads that had to wait
 	Waited     time.Duration
@@ -20,6 +23,19 @@ type Progress struct {
 	Frames  int64 // written
 	Damaged int64 // frames that arrived damaged
 	Resumes int64 // streams that broke and were resumed
+}
+
+// Startup is what came of startup sets.
+type Startup struct {
+	Origin string // of the first one, an Origin constant of package bundle; empty: none came
+	Moved  int64  // bytes of their frames
+	Raw    int64  // bytes of page runs that were written
+}
+
+func (p *Pull) startup() Startup {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return Startup{Origin: p.origin, Moved: p.pagesMoved.Load(), Raw: p.pagesRaw.Load()}
 }
 
 // Progress returns how far the pull is now.
@@ -31,6 +47,7 @@ func (p *Pull) Progress() Progress {
 		Frames:     p.frames.Load(),
 		Damaged:    p.bad.Load(),
 		Resumes:    p.resumes.Load(),
+		Startup:    p.startup(),
 	}
 	pr.Rate = p.rate.add(time.Now(), pr.Moved)
 	p.mu.Lock()
@@ -38,6 +55,7 @@ func (p *Pull) Progress() Progress {
 		if t != nil && t.arena != nil {
 			pr.ContentHere += t.arena.ContentHere()
 			pr.ContentTotal += t.arena.Layout().ContentBytes()
+			pr.Written += t.arena.Written()
 		}
 	}
 	p.mu.Unlock()

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"math/rand/v2"
 	"net"
 	"net/http"
@@ -26,6 +27,7 @@ import (
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/format/toc"
+	"hydrofoil.dev/foil/internal/format/trace"
 	"hydrofoil.dev/foil/internal/worker/arena"
 )
 
@@ -42,6 +44,27 @@ type image struct {
 	bundle.Image
 	toc  *toc.TOC
 	data map[segment.ID][]byte
+	// startup is the startup set of every service, a frame each.
+	startup [][]trace.Run
+}
+
+// content returns the bytes of a content.
+func (m *image) content(i uint32) (b []byte) {
+	c := m.toc.Contents[i]
+	for _, s := range m.toc.Segments[c.First : c.First+c.Segments] {
+		if s.ID.IsHole() {
+			b = append(b, make([]byte, s.Length)...)
+		} else {
+			b = append(b, m.data[s.ID]...)
+		}
+	}
+	return b
+}
+
+// index returns the number of the content that file i of newImage has.
+func (m *image) index(file []byte) uint32 {
+	id := segment.Sum(file)
+	return uint32(slices.IndexFunc(m.toc.Contents, func(c toc.Content) bool { return c.ID == id }))
 }
 
 // blob returns n bytes that seed decides, compressible a little.
@@ -117,8 +140,11 @@ type script struct {
 	shuffle uint64        // seed to send frames in another order
 	image   func(*bundle.Image)
 	plan    func(*bundle.Plan)
-	before  func(pos int, s *serving) // called before each frame
-	leave   map[segment.ID]bool       // segments left out of the plan
+	before  func(pos int, s *serving)           // called before each frame
+	leave   map[segment.ID]bool                 // segments left out of the plan
+	pages   func(frame int, data []byte) []byte // what is sent of the frames of startup sets
+	lie     bool                                // about the bytes of the first page run that is no content
+	early   func()                              // called before the plan
 }
 
 // server is a fake server on a network of pipes.
@@ -133,6 +159,7 @@ type server struct {
 	mu         sync.Mutex
 	requests   []bundle.Request
 	frames     int // sent, of all streams
+	pages      int // frames of startup sets, the same
 	promotions [][]uint32
 	sent       []segment.ID // of all streams
 	running    map[string]*serving
@@ -225,7 +252,18 @@ func (s *server) pull(w http.ResponseWriter, r *http.Request) {
 		out.Image(&header)
 		images = append(images, m)
 	}
-	plan, frames := s.plan(images, req, sc.leave)
+	leave := map[segment.ID]bool{}
+	maps.Copy(leave, sc.leave)
+	for i, m := range images {
+		if req.Images[i].Startup {
+			s.startup(out, i, m, req, sc, leave)
+		}
+	}
+	if sc.early != nil {
+		out.Flush()
+		sc.early()
+	}
+	plan, frames := s.plan(images, req, leave)
 	if sc.plan != nil {
 		sc.plan(plan)
 	}
@@ -272,6 +310,110 @@ func (s *server) pull(w http.ResponseWriter, r *http.Request) {
 		send(f)
 	}
 	out.End()
+}
+
+// startup sends what the worker lacks of an image's startup set, and adds to
+// leave the segments whose pages it then has.
+func (s *server) startup(out *bundle.Writer, index int, m *image, req *bundle.Request, sc script, leave map[segment.ID]bool) {
+	type page struct{ content, page uint32 }
+	here, late := map[page]bool{}, map[page]bool{}
+	for _, h := range req.Have {
+		if h.ChainID != m.ChainID || h.TOC != m.TOCDigest {
+			continue
+		}
+		if h.Pages != nil {
+			runs, _, err := trace.NextRuns(h.Pages)
+			if err != nil {
+				panic(err)
+			}
+			for _, r := range runs {
+				for i := r.First; i < r.End(); i++ {
+					here[page{r.Content, i}] = true
+				}
+			}
+		}
+		for c, content := range m.toc.Contents {
+			for i := range trace.Pages(content.Size) {
+				all := true
+				for k, seg := range m.toc.Segments[content.First : content.First+content.Segments] {
+					k += int(content.First)
+					if seg.Offset < int64(i+1)*4096 && seg.Offset+int64(seg.Length) > int64(i)*4096 {
+						all = all && !seg.ID.IsHole() && (h.Present == nil || h.Present[k/8]>>(k%8)&1 != 0)
+					}
+				}
+				if all {
+					late[page{uint32(c), i}] = true
+				}
+			}
+		}
+	}
+	set := &bundle.Startup{Index: index, Origin: bundle.OriginTraced}
+	var frames [][]byte
+	lie := sc.lie
+	for _, runs := range m.startup {
+		f := bundle.StartupFrame{First: uint32(len(set.Runs))}
+		var raw []byte
+		for _, r := range runs {
+			size := m.toc.Contents[r.Content].Size
+			for i := r.First; i < r.End(); i++ {
+				p := page{r.Content, i}
+				if here[p] || late[p] {
+					continue
+				}
+				here[p] = true
+				one := trace.Run{Content: r.Content, First: i, Blocks: 1}
+				if n := len(set.Runs); n > int(f.First) && set.Runs[n-1].Content == r.Content && set.Runs[n-1].End() == i {
+					set.Runs[n-1].Blocks++
+				} else {
+					set.Runs = append(set.Runs, one)
+				}
+				off, n := one.Range(size)
+				raw = append(raw, m.content(r.Content)[off:off+n]...)
+			}
+		}
+		if f.Count = uint32(len(set.Runs)) - f.First; f.Count == 0 {
+			continue
+		}
+		at := int64(0)
+		for _, r := range set.Runs[f.First:] {
+			size := m.toc.Contents[r.Content].Size
+			_, n := r.Range(size)
+			if lie && !r.Whole(size) {
+				raw[at] ^= 1
+				lie = false
+			}
+			set.Digests = append(set.Digests, segment.Sum(raw[at:at+n]))
+			at += n
+		}
+		data, err := segment.AppendFrame(nil, segment.Zstd, raw)
+		if err != nil {
+			panic(err)
+		}
+		f.MaxLength = uint32(len(data))
+		set.Frames, frames = append(set.Frames, f), append(frames, data)
+	}
+	out.Startup(set, m.toc)
+	for i, data := range frames {
+		if sc.pages != nil {
+			data = sc.pages(i, data)
+		}
+		out.Pages(index, uint32(i), data)
+		out.Flush()
+		s.mu.Lock()
+		s.pages++
+		s.mu.Unlock()
+	}
+	for c, content := range m.toc.Contents {
+		for _, seg := range m.toc.Segments[content.First : content.First+content.Segments] {
+			all := true
+			for i := uint32(seg.Offset / 4096); int64(i)*4096 < seg.Offset+int64(seg.Length); i++ {
+				all = all && here[page{uint32(c), i}]
+			}
+			if all {
+				leave[seg.ID] = true
+			}
+		}
+	}
 }
 
 type frame struct {

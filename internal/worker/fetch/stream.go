@@ -27,6 +27,7 @@ type stream struct {
 	order []*target // of the Image sections
 	bases []int     // the number in the plan of each one's first segment
 	plan  *bundle.Plan
+	sets  map[int]*set // startup sets, by index in the request
 	// foreign are planned segments whose own arena has no place for them. They
 	// may have one in another arena, or be there for nobody.
 	foreign map[uint32]toc.Segment
@@ -37,6 +38,7 @@ type stream struct {
 	state []frameState // of the plan's frames
 	next  int          // frames before it have been sent, but for those promoted
 	bad   int          // frames that were damaged
+	torn  int          // those of them that were of startup sets
 	ended bool
 }
 
@@ -135,19 +137,38 @@ func (s *stream) read(ctx context.Context, resp io.Reader, req *bundle.Request) 
 			if err := s.planned(ctx, v); err != nil {
 				return err
 			}
+		case *bundle.Startup:
+			if err := s.startup(ctx, v); err != nil {
+				return err
+			}
+		case *bundle.Pages:
+			p.pagesMoved.Add(int64(len(v.Data)))
+			j := job{stream: s, set: s.sets[v.Image], frame: v.Frame, data: v.Data, buffer: held}
+			held = nil
+			if err := s.hand(ctx, j); err != nil {
+				return err
+			}
 		case *bundle.Frame:
 			s.arrived(v.Index)
-			s.jobs.Add(1)
 			j := job{stream: s, frame: v.Index, data: v.Data, buffer: held}
 			held = nil
-			select {
-			case p.jobs <- j:
-			case <-ctx.Done():
-				p.putBuffer(j.buffer)
-				s.jobs.Done()
-				return context.Cause(ctx)
+			if err := s.hand(ctx, j); err != nil {
+				return err
 			}
 		}
+	}
+}
+
+// hand gives a job to a worker.
+func (s *stream) hand(ctx context.Context, j job) error {
+	s.jobs.Add(1)
+	select {
+	case s.p.jobs <- j:
+		return nil
+	case <-ctx.Done():
+		s.p.putBuffer(j.buffer)
+		s.jobs.Done()
+		return context.Cause(ctx)
 	}
 }
 
@@ -265,6 +286,12 @@ func (s *stream) planned(ctx context.Context, plan *bundle.Plan) error {
 	}
 	p := s.p
 	p.total.Store(p.moved.Load() + plan.MaxBytes)
+	// Whoever waits for pages of a startup set has them once the workers are
+	// done with what has been read; nothing is promoted for it.
+	s.jobs.Wait()
+	if p.opts.Early != nil {
+		p.opts.Early(p.startup())
+	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for _, t := range s.order {
@@ -272,8 +299,8 @@ func (s *stream) planned(ctx context.Context, plan *bundle.Plan) error {
 	}
 	s.state = make([]frameState, len(plan.Frames))
 	p.current = s
-	for w := range p.wanted {
-		s.want(w)
+	for r := range p.wanted {
+		s.wantAll(r)
 	}
 	return nil
 }
@@ -306,17 +333,8 @@ func (s *stream) owner(n uint32) (*target, int) {
 // addForeign finds out what segment n of the plan is, which no layout says.
 func (s *stream) addForeign(ctx context.Context, n uint32) (segment.ID, uint32, error) {
 	t, k := s.owner(n)
-	if t.toc == nil {
-		if s.p.opts.TOC == nil {
-			return segment.ID{}, 0, finalError{fmt.Errorf("the plan has segment %d of rootfs %s, whose TOC is not at hand", k, t.header.ChainID)}
-		}
-		b, err := s.p.opts.TOC(ctx, &t.header)
-		if err != nil {
-			return segment.ID{}, 0, finalError{err}
-		}
-		if t.toc, err = t.header.DecodeTOC(b); err != nil {
-			return segment.ID{}, 0, finalError{err}
-		}
+	if err := s.p.needTOC(ctx, t); err != nil {
+		return segment.ID{}, 0, err
 	}
 	if s.foreign == nil {
 		s.foreign = make(map[uint32]toc.Segment)
@@ -324,6 +342,24 @@ func (s *stream) addForeign(ctx context.Context, n uint32) (segment.ID, uint32, 
 	piece := t.toc.Segments[k]
 	s.foreign[n] = piece
 	return piece.ID, piece.Length, nil
+}
+
+// needTOC makes sure that a target has its TOC, until the plan has been read.
+func (p *Pull) needTOC(ctx context.Context, t *target) error {
+	if t.toc != nil {
+		return nil
+	}
+	if p.opts.TOC == nil {
+		return finalError{fmt.Errorf("the TOC of rootfs %s is needed, and not at hand", t.header.ChainID)}
+	}
+	b, err := p.opts.TOC(ctx, &t.header)
+	if err != nil {
+		return finalError{err}
+	}
+	if t.toc, err = t.header.DecodeTOC(b); err != nil {
+		return finalError{err}
+	}
+	return nil
 }
 
 // arrived notes that a frame has been read.

@@ -1,0 +1,340 @@
+package fetch
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"net/http"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"pgregory.net/rapid"
+
+	"hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/format/segment"
+	"hydrofoil.dev/foil/internal/format/trace"
+	"hydrofoil.dev/foil/internal/worker/arena"
+)
+
+// drawStartup draws a startup set of an image.
+func drawStartup(t *rapid.T, m *image) (frames [][]trace.Run) {
+	if len(m.toc.Contents) == 0 {
+		return nil
+	}
+	run := rapid.Custom(func(t *rapid.T) trace.Run {
+		r := trace.Run{Content: rapid.Uint32Range(0, uint32(len(m.toc.Contents)-1)).Draw(t, "content")}
+		pages := trace.Pages(m.toc.Contents[r.Content].Size)
+		r.First = rapid.Uint32Range(0, pages-1).Draw(t, "first")
+		r.Blocks = rapid.Uint32Range(1, min(pages-r.First, 20)).Draw(t, "blocks")
+		return r
+	})
+	return rapid.SliceOfN(rapid.SliceOfN(run, 1, 4), 0, 3).Draw(t, "startup")
+}
+
+// damagePages damages the n-th frame of startup sets.
+func damagePages(n int) func(int, []byte) []byte {
+	return func(frame int, data []byte) []byte {
+		if frame == n {
+			data = slices.Clone(data)
+			data[len(data)*2/3] ^= 0x40
+		}
+		return data
+	}
+}
+
+// startupImage has a startup set of two frames: a small file and pages of two
+// large ones, of which the second is in the set with all of its pages.
+func startupImage(t *testing.T) (m *image, small, large, whole uint32) {
+	f := append(files(20), blob(98, 6000), blob(99, 3<<20), blob(100, 40_000))
+	m = newImage(t, "a", f...)
+	small, large, whole = m.index(f[20]), m.index(f[21]), m.index(f[22])
+	m.startup = [][]trace.Run{
+		{{Content: large, First: 700, Blocks: 3}, {Content: small, First: 0, Blocks: 2}, {Content: whole, First: 3, Blocks: 7}},
+		{{Content: large, First: 10, Blocks: 1}, {Content: whole, First: 0, Blocks: 3}},
+	}
+	return m, small, large, whole
+}
+
+func startupOptions(w *worker, c *Client, images int) Options {
+	o := w.options(c, images)
+	for i := range o.Request.Images {
+		o.Request.Images[i].Startup = true
+		o.Request.Images[i].Args = []string{"serve"}
+	}
+	return o
+}
+
+// has reports whether a run of m is present.
+func (w *worker) has(m *image, r trace.Run) bool {
+	w.mu.Lock()
+	a := w.arenas[m.ChainID]
+	w.mu.Unlock()
+	at, _ := a.Layout().Offset(int(r.Content))
+	off, n := r.Range(m.toc.Contents[r.Content].Size)
+	return a.Present(at+off, n)
+}
+
+func TestStartup(t *testing.T) {
+	m, small, large, whole := startupImage(t)
+	with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
+		c := s.client(t, ClientOptions{})
+		defer c.Close()
+		o := startupOptions(w, c, 1)
+		var early []Startup
+		o.Early = func(s Startup) {
+			early = append(early, s)
+			for _, runs := range m.startup {
+				for _, r := range runs {
+					if !w.has(m, r) {
+						t.Errorf("%+v is absent when the plan has come", r)
+					}
+				}
+			}
+		}
+		// Only pages of the set are waited for, from the beginning. They come
+		// anyway: nothing is promoted, however little may be planned before.
+		o.PromoteBeyond = -1
+		read := make(chan error, 1)
+		s.scripts = []script{{early: func() {
+			if err := <-read; err != nil {
+				t.Error(err)
+			}
+		}}}
+		p := Start(t.Context(), o)
+		a := w.arena(t, m)
+		at, _ := a.Layout().Offset(int(large))
+		go func() { read <- p.Need(context.Background(), a, at+10*4096, 4096) }()
+		if err := p.Wait(); err != nil {
+			t.Fatal(err)
+		}
+		w.check()
+		const raw = 3*4096 + 6000 + 40_000 + 4096
+		pr := p.Progress()
+		if len(early) != 1 || early[0] != pr.Startup || pr.Startup.Origin != bundle.OriginTraced || pr.Startup.Raw != raw ||
+			pr.Startup.Moved < 1000 || pr.Moved != pr.Total || pr.Written < pr.ContentHere {
+			t.Errorf("told of %+v, progress %+v", early, pr)
+		}
+		if len(s.promotions) != 0 || pr.Promotions != 0 {
+			t.Errorf("promotions: %v", s.promotions)
+		}
+		for _, c := range []uint32{small, whole} {
+			content := m.toc.Contents[c]
+			for _, seg := range m.toc.Segments[content.First : content.First+content.Segments] {
+				if slices.Contains(s.sent, seg.ID) {
+					t.Errorf("content %d came as pages and as segments", c)
+				}
+			}
+		}
+		if r := s.requests[0].Images[0]; !r.Startup || !slices.Equal(r.Args, []string{"serve"}) {
+			t.Errorf("asked for %+v", r)
+		}
+	})
+}
+
+// TestStartupPromotes has a read wait for what is in no startup set: it is
+// promoted as soon as the plan is there.
+func TestStartupPromotes(t *testing.T) {
+	m, _, large, _ := startupImage(t)
+	with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
+		c := s.client(t, ClientOptions{})
+		defer c.Close()
+		o := startupOptions(w, c, 1)
+		o.PromoteBeyond = -1
+		waiting := make(chan struct{})
+		s.scripts = []script{{
+			early: func() { <-waiting },
+			before: func(pos int, s *serving) {
+				if pos == 0 {
+					<-s.arrived
+				}
+			},
+		}}
+		p := Start(t.Context(), o)
+		a := w.arena(t, m)
+		at, _ := a.Layout().Offset(int(large))
+		read := make(chan error, 1)
+		go func() { read <- p.Need(context.Background(), a, at+400*4096, 4096) }()
+		until(t, "a read waits", func() bool { p.mu.Lock(); defer p.mu.Unlock(); return len(p.wanted) == 1 })
+		close(waiting)
+		if err := <-read; err != nil {
+			t.Error(err)
+		}
+		if err := p.Wait(); err != nil {
+			t.Fatal(err)
+		}
+		w.check()
+	})
+}
+
+// TestStartupResume cuts a stream in its startup set: what has arrived is said,
+// and not sent again, also when the header leaves the TOC out.
+func TestStartupResume(t *testing.T) {
+	m, _, large, whole := startupImage(t)
+	with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
+		cut := make(chan struct{})
+		var p *Pull
+		s.scripts = []script{{pages: func(frame int, data []byte) []byte {
+			if frame == 1 {
+				<-cut
+				panic(http.ErrAbortHandler)
+			}
+			return data
+		}}}
+		c := s.client(t, ClientOptions{})
+		defer c.Close()
+		o := startupOptions(w, c, 1)
+		p = Start(t.Context(), o)
+		w.arena(t, m)
+		until(t, "first frame written", func() bool { return w.has(m, trace.Run{Content: whole, First: 3, Blocks: 7}) })
+		close(cut)
+		if err := p.Wait(); err != nil {
+			t.Fatal(err)
+		}
+		w.check()
+		if len(s.requests) != 2 || len(s.requests[1].Have) != 1 {
+			t.Fatalf("requests %+v", s.requests)
+		}
+		runs, _, err := trace.NextRuns(s.requests[1].Have[0].Pages)
+		if err != nil {
+			t.Fatal(err)
+		}
+		want := []trace.Run{{Content: large, First: 700, Blocks: 3}, {Content: whole, First: 3, Blocks: 7}}
+		slices.SortFunc(want, func(a, b trace.Run) int { return int(a.Content) - int(b.Content) })
+		if !slices.Equal(runs, want) {
+			t.Errorf("said to have %v, want %v", runs, want)
+		}
+		if raw := p.Progress().Startup.Raw; raw != 3*4096+6000+40_000+4096 {
+			t.Errorf("%d bytes of pages were written", raw)
+		}
+	})
+}
+
+func TestStartupDamaged(t *testing.T) {
+	m, _, large, _ := startupImage(t)
+	t.Run("twice", func(t *testing.T) {
+		with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
+			s.scripts = []script{{pages: damagePages(0)}, {pages: damagePages(0)}}
+			c := s.client(t, ClientOptions{})
+			defer c.Close()
+			p := Start(t.Context(), startupOptions(w, c, 1))
+			a := w.arena(t, m)
+			at, _ := a.Layout().Offset(int(large))
+			if err := p.Need(context.Background(), a, at+700*4096, 3*4096); err != nil {
+				t.Error(err)
+			}
+			if err := p.Wait(); err != nil {
+				t.Fatal(err)
+			}
+			w.check()
+			if pr := p.Progress(); pr.Damaged == 0 || pr.Resumes == 0 {
+				t.Errorf("progress %+v", pr)
+			}
+		})
+	})
+	t.Run("always", func(t *testing.T) {
+		with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
+			for range 10 {
+				s.scripts = append(s.scripts, script{pages: damagePages(0)})
+			}
+			c := s.client(t, ClientOptions{})
+			defer c.Close()
+			err := Start(t.Context(), startupOptions(w, c, 1)).Wait()
+			if err == nil || !strings.Contains(err.Error(), "startup set") || !strings.Contains(err.Error(), "damaged") {
+				t.Errorf("Wait: %v", err)
+			}
+		})
+	})
+}
+
+// TestContradiction has a server whose pages, by a digest of their own, are not
+// those of the segments.
+func TestContradiction(t *testing.T) {
+	m, _, large, _ := startupImage(t)
+	with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
+		s.scripts = []script{{lie: true}}
+		c := s.client(t, ClientOptions{})
+		defer c.Close()
+		err := Start(t.Context(), startupOptions(w, c, 1)).Wait()
+		if !errors.Is(err, arena.ErrContradiction) || !strings.Contains(err.Error(), "content ") || !strings.Contains(err.Error(), "image0:latest") {
+			t.Errorf("Wait: %v", err)
+		}
+		a := w.arena(t, m)
+		if !errors.Is(a.Failure(), arena.ErrContradiction) {
+			t.Errorf("reads fail with %v", a.Failure())
+		}
+		at, _ := a.Layout().Offset(int(large))
+		for i := range a.Layout().Segments() {
+			seg := a.Layout().Segment(i)
+			if seg.Offset <= at+700*4096 && seg.Offset+int64(seg.Length) > at+700*4096 && a.HasSegment(i) {
+				t.Error("the segment is marked")
+			}
+		}
+	})
+}
+
+// TestStartupShared has two images with contents in common, of which one has
+// them in its startup set: the plan leaves them out for both.
+func TestStartupShared(t *testing.T) {
+	f := append(files(5), blob(100, 40_000))
+	a, b := newImage(t, "a", f...), newImage(t, "b", append(files(3), f[5], blob(7, 9000))...)
+	a.startup = [][]trace.Run{{{Content: a.index(f[5]), First: 0, Blocks: 10}}}
+	with(t, []*image{a, b}, func(t *testing.T, s *server, w *worker) {
+		c := s.client(t, ClientOptions{})
+		defer c.Close()
+		if err := Start(t.Context(), startupOptions(w, c, 2)).Wait(); err != nil {
+			t.Fatal(err)
+		}
+		w.check()
+		if len(s.requests) != 1 {
+			t.Errorf("%d requests", len(s.requests))
+		}
+	})
+}
+
+// TestStartupWithoutTOC resumes in another process: the header leaves the TOC out from
+// the beginning, and no pages come that were said to be here.
+func TestStartupWithoutTOC(t *testing.T) {
+	m, _, large, _ := startupImage(t)
+	with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
+		l, err := arena.NewLayout(m.toc, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		a, err := arena.Create(filepath.Join(w.dir, m.ChainID.Encoded()), l)
+		if err != nil {
+			t.Fatal(err)
+		}
+		w.arenas[m.ChainID] = a
+		content := m.content(large)
+		r := trace.Run{Content: large, First: 700, Blocks: 3}
+		data := content[700*4096:][:3*4096]
+		if _, err := a.WriteRun(r, segment.Sum(data), data); err != nil {
+			t.Fatal(err)
+		}
+		c := s.client(t, ClientOptions{})
+		defer c.Close()
+		o := startupOptions(w, c, 1)
+		o.Request.Have = []bundle.Have{{ChainID: m.ChainID, TOC: m.TOCDigest, Present: a.PresentBitmap(), Pages: Pages(a)}}
+		p := Start(t.Context(), o)
+		if err := p.Wait(); err != nil {
+			t.Fatal(err)
+		}
+		w.check()
+		if raw := p.Progress().Startup.Raw; raw != 6000+40_000+4096 {
+			t.Errorf("%d bytes of pages were written", raw)
+		}
+		b, err := os.ReadFile(filepath.Join(a.Dir(), arena.FileName))
+		if err != nil || !bytes.Equal(b, w.contents(m)) {
+			t.Errorf("the arena is wrong: %v", err)
+		}
+		// Nobody has the TOC.
+		o.TOC = func(context.Context, *bundle.Image) ([]byte, error) { return nil, errors.New("no TOC") }
+		o.Request.Have[0].Present, o.Request.Have[0].Pages = make([]byte, (len(m.toc.Segments)+7)/8), nil
+		if err := Start(t.Context(), o).Wait(); err == nil || !strings.Contains(err.Error(), "no TOC") {
+			t.Errorf("without the TOC: %v", err)
+		}
+	})
+}
