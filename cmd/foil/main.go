@@ -64,6 +64,7 @@ It is one program with three faces:
 			newVerifyCommand(),
 			newTraceCommand(),
 			newRmCommand(),
+			newGCCommand(),
 		}},
 		{"Servers:", []*cobra.Command{
 			newServeCommand(),

@@ -18,7 +18,7 @@ import (
 func newNodeCommand() *cobra.Command {
 	var opts node.Options
 	var level slog.Level
-	var format, gate, socket string
+	var format, gate, socket, limit string
 	cmd := &cobra.Command{
 		Use:   "node [flags]",
 		Short: "Run the worker daemon",
@@ -48,6 +48,10 @@ the daemon's user, unless a command or containerd brings some.
 What holds back reads is the gate: fanotify (Linux 6.14), else fuse (Linux 6.12),
 else loop, which is fuse with loop devices. auto takes the first that this host
 can have; "foil doctor" says which, and why.
+
+With --disk-limit, images that are complete and that nothing uses go when images
+take more than that, or a pull would fill the filesystem: the least recently used
+first, before pulls and during them. "foil gc --dry-run" says what would go.
 
 An interrupt or SIGTERM ends it. Containers go on: a small process, the keeper,
 makes their reads wait until a daemon runs again, which then goes on with the
@@ -83,6 +87,10 @@ Exit codes: 0 it was told to end; 1 an error, in the log as well.`,
 			default:
 				return usagef("--gate %s: say auto, fanotify, fuse or loop", gate)
 			}
+			var err error
+			if opts.DiskLimit, err = node.ParseLimit(limit); err != nil {
+				return usagef("--disk-limit: %w", err)
+			}
 			opts.Version = version()
 			n, err := node.New(opts)
 			if err != nil {
@@ -100,6 +108,7 @@ Exit codes: 0 it was told to end; 1 an error, in the log as well.`,
 	flags.StringSliceVar(&opts.Connect, "connect", nil, "`SERVER`s (http://HOST:PORT or https://HOST) to keep a warm connection to")
 	flags.Int64Var(&opts.WarmUp, "warm-up", 8<<20, "most `BYTES` that a server of --connect sends on a new connection so that TCP learns the path; 0: none")
 	flags.StringVar(&gate, "gate", "auto", "`GATE` that holds back reads: auto, fanotify, fuse or loop")
+	flags.StringVar(&limit, "disk-limit", "", "`LIMIT` for what images take, 80% of the filesystem or 50GB, above which those that nothing uses are removed, least recently used first; empty: none")
 	flags.StringVar(&socket, "snapshotter-socket", "default", "`PATH` of the socket for containerd; default: DIR/run/snapshotter.sock; off: none")
 	flags.StringVar(&opts.Hosts.Dirs, "hosts-dir", hosts.DefaultDirs, "`DIRS`, separated by colons, with containerd's configuration of registry hosts (HOST/hosts.toml); read for each pull")
 	flags.StringVar(&opts.Hosts.DockerConfig, "docker-config", hosts.DockerConfig(), "Docker's `FILE` of credentials and of helpers that have some; read when a registry demands them")

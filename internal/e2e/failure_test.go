@@ -441,11 +441,22 @@ func TestWorkerDiskFull(t *testing.T) {
 	if last, bad := w.verify(refSmall); len(bad) > 0 || last.Checked != last.Total {
 		t.Errorf("the other image was harmed: %+v, bad %v", last, bad)
 	}
-	if err := w.client.RemoveImage(t.Context(), refLarge); err != nil {
+	if !strings.Contains(err.Error(), "no space left on device") {
+		t.Errorf("the error does not say that the disk is full: %v", err)
+	}
+	// What cannot fit has not taken the room of others.
+	if err := os.WriteFile(filepath.Join(disk, "else"), []byte(noise(4<<20)), 0o600); err != nil {
 		t.Error(err)
 	}
-	if err := w.client.RemoveImage(t.Context(), refSmall); err != nil {
-		t.Error(err)
+	out, _, code := command(t, "gc", "--root", root, "--dry-run", "--limit", "0")
+	if code != 0 || !strings.Contains(out, refSmall) || !strings.Contains(out, "would go") {
+		t.Errorf("foil gc --dry-run: exit code %d, %q", code, out)
+	}
+	if out, _, code = command(t, "gc", "--root", root, "--limit", "0"); code != 0 || !strings.Contains(out, "removed") {
+		t.Errorf("foil gc: exit code %d, %q", code, out)
+	}
+	if images, err := w.client.Images(t.Context()); err != nil || len(images) > 0 {
+		t.Errorf("after foil gc --limit 0: %+v, %v", images, err)
 	}
 }
 

@@ -11,6 +11,7 @@
 //	POST   /v1/containers/ID/trace TraceRequest -> TraceResult
 //	GET    /v1/toc?ref=REF         -> the encoded TOC (package toc) of an image
 //	POST   /v1/verify?ref=REF      -> VerifyEvents, one JSON object a line
+//	POST   /v1/gc                  GCRequest        -> GCReport
 //	GET    /v1/status              -> Status
 //
 // An error is an HTTP status with an Error as its body; in a stream it is the
@@ -156,6 +157,38 @@ type VerifyEvent struct {
 	Done    bool   `json:"done,omitempty"`
 	Err     string `json:"error,omitempty"`
 	Code    string `json:"code,omitempty"` // of an Error
+}
+
+// GCRequest asks what could go from the worker's disk, and for it to go.
+type GCRequest struct {
+	// DryRun changes nothing.
+	DryRun bool `json:"dry_run,omitempty"`
+	// Limit is how much images may take, instead of what the daemon was started
+	// with: bytes ("20GB") or a part of the filesystem ("80%").
+	Limit string `json:"limit,omitempty"`
+}
+
+// GCReport says what went, or would go, and what stays, all in bytes.
+type GCReport struct {
+	DryRun bool     `json:"dry_run"`
+	Freed  int64    `json:"freed"` // or would be
+	Used   int64    `json:"used"`  // by images, now
+	Limit  *int64   `json:"limit,omitempty"`
+	Free   int64    `json:"free"` // on the filesystem, now
+	Size   int64    `json:"size"` // of the filesystem
+	Items  []GCItem `json:"items"`
+}
+
+// GCItem is one thing on the worker's disk.
+type GCItem struct {
+	// Kind is image; rootfs: one that no image names; contents: what is left of
+	// removed images because others use it; leftover.
+	Kind string `json:"kind"`
+	Name string `json:"name"`
+	Goes bool   `json:"goes"`
+	// Bytes are what its going frees, or what it takes.
+	Bytes int64  `json:"bytes"`
+	Why   string `json:"why"`
 }
 
 // Status is what the daemon is doing.

@@ -175,6 +175,15 @@ func (c *Client) TOC(ctx context.Context, ref string) ([]byte, error) {
 	return b, nil
 }
 
+// GC frees what it can on the worker's disk, or says what it would.
+func (c *Client) GC(ctx context.Context, req GCRequest) (*GCReport, error) {
+	v := new(GCReport)
+	if err := c.call(ctx, "POST", "/v1/gc", req, v); err != nil {
+		return nil, err
+	}
+	return v, nil
+}
+
 // Status says what the daemon is doing.
 func (c *Client) Status(ctx context.Context) (*Status, error) {
 	v := new(Status)

@@ -32,6 +32,8 @@ type Service interface {
 	// Verify compares every local byte of an image with its digest. The last
 	// event has Done set.
 	Verify(ctx context.Context, ref string, emit func(VerifyEvent) error) error
+	// GC frees what it can, or says what it would.
+	GC(ctx context.Context, req GCRequest) (*GCReport, error)
 	Status(ctx context.Context) (*Status, error)
 }
 
@@ -125,6 +127,15 @@ func Handler(s Service) http.Handler {
 		}
 		w.Header().Set("Content-Type", "application/octet-stream")
 		_, _ = w.Write(b)
+	})
+	mux.HandleFunc("POST /v1/gc", func(w http.ResponseWriter, r *http.Request) {
+		req, err := decode[GCRequest](w, r)
+		if err != nil {
+			WriteError(w, err)
+			return
+		}
+		v, err := s.GC(r.Context(), req)
+		answer(w, http.StatusOK, v, err)
 	})
 	mux.HandleFunc("GET /v1/status", func(w http.ResponseWriter, r *http.Request) {
 		v, err := s.Status(r.Context())

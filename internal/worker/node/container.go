@@ -101,6 +101,7 @@ func (n *Node) CreateContainer(ctx context.Context, req api.ContainerRequest) (_
 		busy:    true,
 	}
 	n.containers[req.ID] = c // holds the image from here on
+	n.touch(img)
 	n.mu.Unlock()
 
 	defer func() {
@@ -227,6 +228,9 @@ func (n *Node) RemoveContainer(ctx context.Context, id string) error {
 	c.busy = false
 	if err == nil {
 		delete(n.containers, id)
+		if img := n.images[c.Ref]; img != nil {
+			n.touch(img)
+		}
 	}
 	n.mu.Unlock()
 	if err == nil {

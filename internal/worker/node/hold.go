@@ -88,6 +88,7 @@ func (n *Node) holdMounted(name string) *Held {
 		n.holds = make(map[digest.Digest]int)
 	}
 	n.holds[img.ChainID]++
+	n.touch(img)
 	return &Held{
 		Ref:      img.Ref,
 		Digest:   img.Digest,

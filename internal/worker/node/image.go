@@ -28,6 +28,9 @@ type image struct {
 	Created  time.Time     `json:"created"`
 	// Why is the last failure of its pull; empty while it is well.
 	Why string `json:"-"`
+	// used is when it was used last: the record's time of change on the disk.
+	// Guarded by Node.mu.
+	used time.Time
 }
 
 const imageVersion = 1
@@ -86,6 +89,9 @@ func loadImage(path string) (*image, error) {
 	img := new(image)
 	if err := json.Unmarshal(b, img); err != nil {
 		return nil, err
+	}
+	if fi, err := os.Stat(path); err == nil {
+		img.used = fi.ModTime()
 	}
 	if img.Version != imageVersion {
 		return nil, fmt.Errorf("version %d, this foil reads %d", img.Version, imageVersion)

@@ -76,6 +76,10 @@ type Options struct {
 	// has.
 	Credentials func(repository string) credentials.Credential
 
+	// DiskLimit is how much images may take before those that nothing uses are
+	// evicted; none when zero. See StartEviction.
+	DiskLimit Limit
+
 	// crash, when set by a test, is called at named points.
 	crash func(point string)
 }
@@ -111,6 +115,10 @@ type Node struct {
 	// taken before mu, and for longer.
 	layout sync.Mutex
 
+	// eviction is held while it is decided what goes, and until it has gone. It
+	// is taken before layout.
+	eviction sync.Mutex
+
 	// mu guards what follows, and the rootfs as their type says. It is held for
 	// moments only, never during I/O: the gate's answers need it. A pull's own
 	// mutex is taken after it.
@@ -124,6 +132,7 @@ type Node struct {
 	removing   map[string]bool       // references that RemoveImage is at
 	holds      map[digest.Digest]int // what Hold keeps, by chain ID
 	warnings   []string
+	evicting   bool
 	later      bool          // collect is going to be called again
 	pause      time.Duration // before that, the last time
 }

@@ -124,7 +124,12 @@ func (p *pull) use(r *rootfs) {
 
 func (p *pull) run() {
 	n := p.n
+	n.makeRoom()
 	err := p.bring(p.ctx)
+	for err != nil && p.again(err) {
+		n.log.Info("the disk was full, and something was evicted: the pull goes on", "ref", p.ref, "error", err)
+		err = p.bring(p.ctx)
+	}
 	stopped := false
 	if err != nil {
 		if cause := context.Cause(p.ctx); errors.Is(cause, errStopping) || errors.Is(cause, errRemoved) {
@@ -160,6 +165,7 @@ func (p *pull) run() {
 	n.mu.Unlock()
 	// Who is told of a failure finds nothing left behind.
 	n.collect()
+	n.makeRoom()
 	debug.FreeOSMemory() // buffers, and what the fetch knew of the image
 	if err != nil {
 		p.happened(api.Failed, err)
@@ -345,7 +351,10 @@ func (p *pull) open(ctx context.Context, img *bundle.Image, t *toc.TOC) (*arena.
 		return nil, errShared
 	}
 	if a != nil {
-		p.work.Go(func() { n.copyLocal(p.ctx, r, p) })
+		p.work.Go(func() {
+			n.copyLocal(p.ctx, r, p)
+			p.settled(r)
+		})
 	}
 	return a, nil
 }
@@ -400,10 +409,13 @@ func (p *pull) rootfsOf(img *bundle.Image, t *toc.TOC) (r *rootfs, made placemen
 			}
 		}
 		// One that is not mounted is being made, or was kept for its arena only.
-		again := !r.mounted && r.isReady()
+		again, mine := !r.mounted && r.isReady(), r.filling == p
 		n.mu.Unlock()
 		p.setRootfs(r)
-		if again {
+		if mine {
+			err = n.fits(r)
+		}
+		if err == nil && again {
 			err = n.mount(r)
 		}
 		return r, nil, err
@@ -414,6 +426,10 @@ func (p *pull) rootfsOf(img *bundle.Image, t *toc.TOC) (r *rootfs, made placemen
 	}
 	r, made, err = n.createRootfs(img.ChainID, img.TOC, t, p)
 	if err != nil {
+		return nil, nil, err
+	}
+	if err := n.fits(r); err != nil {
+		n.discard(r)
 		return nil, nil, err
 	}
 	n.mu.Lock()
@@ -511,6 +527,7 @@ func (p *pull) mount(r *rootfs, t *toc.TOC, place placement) {
 		return
 	}
 	n.copyLocal(p.ctx, r, p)
+	p.settled(r)
 	debug.FreeOSMemory() // what the mount of a large image took
 }
 
@@ -532,6 +549,7 @@ func (p *pull) commit() error {
 		return err
 	}
 	n.mu.Lock()
+	img.used = time.Now()
 	n.images[img.Ref] = img
 	n.mu.Unlock()
 	p.mu.Lock()

@@ -36,16 +36,13 @@ func (n *Node) RemoveImage(ctx context.Context, name string) error {
 			return err
 		}
 	}
-	if err := os.Remove(n.imagePath(name)); err != nil && !errors.Is(err, os.ErrNotExist) {
-		return err
-	}
-	if err := syncDir(filepath.Join(n.opts.Root, "images")); err != nil {
+	n.mu.Lock()
+	img := n.images[name]
+	n.mu.Unlock()
+	if err := n.forgetImage(name); err != nil {
 		return err
 	}
 	n.mu.Lock()
-	img := n.images[name]
-	delete(n.images, name)
-	delete(n.pulls, name)
 	var again []*image // whose rootfs the stopped pull was filling
 	for _, other := range n.images {
 		if img != nil && other.ChainID == img.ChainID {
@@ -57,6 +54,21 @@ func (n *Node) RemoveImage(ctx context.Context, name string) error {
 	if p != nil {
 		n.goOn(again)
 	}
+	return nil
+}
+
+// forgetImage removes an image's record. Its rootfs stays until collect.
+func (n *Node) forgetImage(name string) error {
+	if err := os.Remove(n.imagePath(name)); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return err
+	}
+	if err := syncDir(filepath.Join(n.opts.Root, "images")); err != nil {
+		return err
+	}
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	delete(n.images, name)
+	delete(n.pulls, name)
 	return nil
 }
 

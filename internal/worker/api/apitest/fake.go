@@ -24,6 +24,7 @@ type Funcs struct {
 	Trace_           func(ctx context.Context, id string, req api.TraceRequest) (*api.TraceResult, error)
 	TOC_             func(ctx context.Context, ref string) ([]byte, error)
 	Verify_          func(ctx context.Context, ref string, emit func(api.VerifyEvent) error) error
+	GC_              func(ctx context.Context, req api.GCRequest) (*api.GCReport, error)
 	Status_          func(ctx context.Context) (*api.Status, error)
 }
 
@@ -101,6 +102,13 @@ func (f Funcs) Verify(ctx context.Context, ref string, emit func(api.VerifyEvent
 		return unsupported("verify")
 	}
 	return f.Verify_(ctx, ref, emit)
+}
+
+func (f Funcs) GC(ctx context.Context, req api.GCRequest) (*api.GCReport, error) {
+	if f.GC_ == nil {
+		return nil, unsupported("free what it can")
+	}
+	return f.GC_(ctx, req)
 }
 
 func (f Funcs) Status(ctx context.Context) (*api.Status, error) {
