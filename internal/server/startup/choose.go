@@ -103,7 +103,6 @@ func total(list []voter) (n int) {
 const (
 	ofRecorded = iota
 	ofReport
-	ofWaited // of a report, too
 	ofUnused
 	ofInherited
 	kinds
@@ -113,8 +112,9 @@ const (
 // else was touched, in that order. A page is in the set when
 //
 //   - half or more of the recorded traces touched it; or
-//   - half or more of the reports touched it, or it is inherited, and most
-//     reports of workers that had it early do not say that it was not used.
+//   - half or more of the reports touched it; or
+//   - it is inherited, and no more reports say that it was sent early for nothing
+//     than touched it.
 //
 // Its place is the median of what the traces say, in pages touched before it:
 // times depend on who measured them.
@@ -124,11 +124,7 @@ func (e *evidence) choose(t *toc.TOC) (set, late []ranked) {
 		for i, v := range list {
 			at := uint32(0)
 			for _, r := range v.Touched {
-				of := kinds*i + kind
-				if kind == ofReport && r.Waited {
-					of = kinds*i + ofWaited
-				}
-				spans = append(spans, span{ranked{r.Run, at}, of})
+				spans = append(spans, span{ranked{r.Run, at}, kinds*i + kind})
 				at += r.Blocks
 			}
 			if kind == ofReport {
@@ -146,7 +142,7 @@ func (e *evidence) choose(t *toc.TOC) (set, late []ranked) {
 	inRecorded, inReports := total(e.recorded), total(e.reports)
 	var places []uint32
 	sweep(spans, func(piece trace.Run, of []span) {
-		var recorded, reported, early, unused int
+		var recorded, reported, unused int
 		inherited := false
 		places = places[:0]
 		for _, s := range of {
@@ -155,9 +151,6 @@ func (e *evidence) choose(t *toc.TOC) (set, late []ranked) {
 			case ofRecorded:
 				recorded += e.recorded[s.of/kinds].weight
 			case ofReport:
-				reported += e.reports[s.of/kinds].weight
-				early += e.reports[s.of/kinds].weight
-			case ofWaited:
 				reported += e.reports[s.of/kinds].weight
 			case ofUnused:
 				unused += e.reports[s.of/kinds].weight
@@ -172,13 +165,12 @@ func (e *evidence) choose(t *toc.TOC) (set, late []ranked) {
 		}
 		slices.Sort(places)
 		r := ranked{piece, places[len(places)/2]}
-		useful := 2*unused <= unused+early
 		switch {
 		case recorded > 0 && 2*recorded >= inRecorded,
-			reported > 0 && 2*reported >= inReports && useful,
-			inherited && useful:
+			reported > 0 && 2*reported >= inReports,
+			inherited && unused <= reported:
 			set = appendRanked(set, r)
-		case useful:
+		case unused <= reported+recorded:
 			late = appendRanked(late, r)
 		}
 	})

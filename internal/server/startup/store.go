@@ -306,6 +306,9 @@ func decodeIndex(b []byte, end int64, t *toc.TOC, d digest.Digest) (*Store, erro
 		if err := trace.Check(v.Late, t); err != nil {
 			return nil, err
 		}
+		if len(v.Late) == 0 {
+			v.Late = nil
+		}
 	}
 	if len(digests)+len(rest) > 0 {
 		return nil, fmt.Errorf("%w: %d bytes too many", ErrCorrupt, len(digests)+len(rest))
