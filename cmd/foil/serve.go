@@ -8,6 +8,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"hydrofoil.dev/foil/internal/server/serve"
+	"hydrofoil.dev/foil/internal/server/upstream"
 )
 
 func newServeCommand() *cobra.Command {
@@ -23,15 +24,31 @@ pulls. Everything it keeps is below one directory, on one file system.
 Clients on the same machine may speak plain HTTP to it. For others give it a
 certificate, or put it behind something that has one.
 
+With --upstream it is the accelerator of another registry: images are fetched
+from there when they are asked for the first time, and served in bundles and
+plainly; tags are looked up there. What is here is served when the upstream is
+down. Pushes go to the upstream; its notifications, sent to
+`+upstream.WebhookPath+`, have an image ingested before anybody asks.
+Everybody who reaches the accelerator may pull what its credentials may.
+
 An interrupt or SIGTERM ends it: requests under way have the grace period to
 finish. Whatever was acknowledged before is on disk, however it ends.`,
 		Example: `  foil serve --root /var/lib/foil-registry
   foil serve --root /srv/registry --listen :443 --tls-cert cert.pem --tls-key key.pem
+  foil serve --root /srv/accelerator --upstream https://registry.example/team
   skopeo copy --dest-tls-verify=false docker-archive:redis.tar docker://localhost:5000/redis:7`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if (opts.TLSCert == "") != (opts.TLSKey == "") {
 				return usagef("--tls-cert and --tls-key come together")
+			}
+			if opts.Upstream.URL == "" && (opts.Upstream.Auth != "" || opts.Upstream.CA != "") {
+				return usagef("--upstream-auth and --upstream-ca come with --upstream")
+			}
+			if opts.Upstream.URL != "" {
+				if _, _, err := upstream.ParseURL(opts.Upstream.URL); err != nil {
+					return usagef("%v", err)
+				}
 			}
 			opts.Log = slog.New(slog.NewTextHandler(cmd.ErrOrStderr(), &slog.HandlerOptions{Level: level}))
 			s, err := serve.Start(cmd.Context(), opts)
@@ -54,6 +71,11 @@ finish. Whatever was acknowledged before is on disk, however it ends.`,
 	flags.StringVar(&opts.TLSCert, "tls-cert", "", "certificate `FILE` in PEM form, read again when it changes; without one: plain HTTP")
 	flags.StringVar(&opts.TLSKey, "tls-key", "", "`FILE` of the certificate's key in PEM form")
 	flags.Var(&opts.StartupMax, "startup-max", "how large the startup set of a service may be: a share of its image (16M are always allowed), or bytes such as `64M`; 0: none")
+	flags.StringVar(&opts.Upstream.URL, "upstream", "", "be the accelerator of the registry at `URL`: https://HOST[:PORT], and the prefix that repositories have there")
+	flags.StringVar(&opts.Upstream.Auth, "upstream-auth", "", "`FILE` with USER:PASSWORD for the upstream, or a Docker configuration; else "+upstream.AuthEnv+" in the environment has USER:PASSWORD, or the user's Docker configuration counts")
+	flags.StringVar(&opts.Upstream.CA, "upstream-ca", "", "`FILE` with certificates in PEM form that vouch for the upstream, besides the system's")
+	flags.DurationVar(&opts.Upstream.TagTTL, "upstream-tag-ttl", 0, "how long the upstream's answer about a tag holds; 0: it is asked each time")
+	flags.DurationVar(&opts.Upstream.TagTimeout, "upstream-tag-timeout", 5*time.Second, "how long the upstream has to answer about a tag that is here, before it is served as it was")
 	flags.DurationVar(&opts.Grace, "grace", 10*time.Second, "how long requests may go on when the server is told to end")
 	flags.TextVar(&level, "log-level", slog.LevelInfo, "least `LEVEL` to log: debug, info, warn or error")
 	configurable(cmd)

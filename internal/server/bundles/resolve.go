@@ -11,6 +11,7 @@ import (
 	"github.com/opencontainers/go-digest"
 	"github.com/opencontainers/image-spec/identity"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+	"golang.org/x/sync/errgroup"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/server/catalog"
@@ -91,7 +92,18 @@ func (r *Resolved) resolveManifest(ctx context.Context, cat catalog.Repositories
 	if c.MediaType != ocispec.MediaTypeImageConfig && c.MediaType != dockerConfig {
 		return unsupported("manifest %s has a config of type %q: it is an artifact and no image", r.Manifest.Digest, c.MediaType)
 	}
-	blob, err := cat.Blob(ctx, r.Repository, c.Digest)
+	// All at once: a catalog in front of an upstream may have to ask for each.
+	blobs, errs := make([]catalog.Blob, 1+len(manifest.Layers)), make([]error, 1+len(manifest.Layers))
+	var asking errgroup.Group
+	asking.SetLimit(16)
+	for i, l := range append([]ocispec.Descriptor{c}, manifest.Layers...) {
+		asking.Go(func() error {
+			blobs[i], errs[i] = cat.Blob(ctx, r.Repository, l.Digest)
+			return nil
+		})
+	}
+	_ = asking.Wait() // errs has them
+	blob, err := blobs[0], errs[0]
 	if err != nil {
 		return notFound(err, fmt.Sprintf("config %s is not in the repository", c.Digest))
 	}
@@ -121,7 +133,7 @@ func (r *Resolved) resolveManifest(ctx context.Context, cat catalog.Repositories
 		if err := diffIDs[i].Validate(); err != nil {
 			return unsupported("config %s: layer %d: %v", c.Digest, i, err)
 		}
-		blob, err := cat.Blob(ctx, r.Repository, l.Digest)
+		blob, err := blobs[1+i], errs[1+i]
 		if err != nil {
 			return notFound(err, fmt.Sprintf("layer %s is not in the repository", l.Digest))
 		}
@@ -178,8 +190,11 @@ func unsupported(format string, args ...any) error {
 	return &bundle.Error{Code: bundle.CodeUnsupported, Message: fmt.Sprintf(format, args...)}
 }
 
-// notFound says what is missing, if that is what err says.
+// notFound says what is missing, if that is what err says and does not say better.
 func notFound(err error, message string) error {
+	if _, ok := errors.AsType[*bundle.Error](err); ok {
+		return err
+	}
 	if errors.Is(err, catalog.ErrNotFound) {
 		return &bundle.Error{Code: bundle.CodeNotFound, Message: message}
 	}

@@ -34,6 +34,9 @@ type Repositories interface {
 	Blob(ctx context.Context, repo string, d digest.Digest) (Blob, error)
 	// AnyBlob looks in all repositories. Errors: ErrNotFound.
 	AnyBlob(ctx context.Context, d digest.Digest) (Blob, error)
+	// Holders returns the repositories that hold the blob, in byte order of their
+	// names; none is no error.
+	Holders(ctx context.Context, d digest.Digest) ([]string, error)
 	// UnlinkBlob removes the blob from repo. Its bytes are the caller's: they
 	// can go when AnyBlob says ErrNotFound. Errors: ErrNotFound.
 	UnlinkBlob(ctx context.Context, repo string, d digest.Digest) error

@@ -75,8 +75,18 @@ func errorf(k kind, format string, args ...any) error {
 	return &requestError{k, fmt.Sprintf(format, args...)}
 }
 
+// answerer is an error of a catalog or a store that knows what clients are to be
+// told: that of an upstream, for instance.
+type answerer interface {
+	error
+	Answer() (status int, code, message string)
+}
+
 // orUnknown turns catalog.ErrNotFound into an error of the kind that fits.
 func orUnknown(err error, k kind, format string, args ...any) error {
+	if _, ok := errors.AsType[answerer](err); ok {
+		return err
+	}
 	if errors.Is(err, catalog.ErrNotFound) {
 		return errorf(k, format, args...)
 	}
@@ -108,6 +118,9 @@ type apiError struct {
 func (r *Registry) writeError(w http.ResponseWriter, req *http.Request, err error) {
 	e := classify(err)
 	known := wire[e.kind]
+	if a, ok := errors.AsType[answerer](err); ok && e.kind == internal {
+		known.status, known.code, e.message = a.Answer()
+	}
 	if known.status >= 500 {
 		if errors.Is(err, context.Canceled) && req.Context().Err() != nil {
 			return // the client went away: there is nobody to tell, and nothing wrong here

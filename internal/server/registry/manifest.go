@@ -39,6 +39,14 @@ type references struct {
 	any []digest.Digest
 }
 
+// ParseManifest reads a manifest that came from another registry with that
+// Content-Type, which may be empty. It returns what to record, without digest and
+// time. What the manifest refers to need not be here.
+func ParseManifest(b []byte, contentType string) (catalog.Manifest, error) {
+	m, _, err := parseManifest(b, contentType)
+	return m, err
+}
+
 // parseManifest reads a manifest with the Content-Type it was pushed with, and
 // returns what to record, without digest and time.
 func parseManifest(b []byte, contentType string) (catalog.Manifest, references, error) {

@@ -17,6 +17,7 @@ import (
 	"hydrofoil.dev/foil/internal/server/ingest"
 	"hydrofoil.dev/foil/internal/server/layer"
 	"hydrofoil.dev/foil/internal/server/objects"
+	"hydrofoil.dev/foil/internal/server/upstream"
 )
 
 // rootfsOf lets the bundle endpoint have a rootfs made, by Ingester.Rootfs or
@@ -137,6 +138,7 @@ type queue struct {
 type pushed struct {
 	repository string
 	manifest   digest.Digest
+	tag        string // to look up first; empty: none
 }
 
 func newQueue(h *bundles.Handler, cat catalog.Repositories, log *slog.Logger) *queue {
@@ -157,9 +159,20 @@ func (q *queue) add(repository string, m catalog.Manifest) {
 		_ = q.bundles.Suspect(ctx, repository, m.Digest) // it is no image, or prepare finds the same error
 	}
 	select {
-	case q.pushed <- pushed{repository, m.Digest}:
+	case q.pushed <- pushed{repository: repository, manifest: m.Digest}:
 	default:
 		q.log.Warn("too many pushes at once: an image is prepared by its first pull", "repository", repository, "manifest", m.Digest)
+	}
+}
+
+// told is called when a manifest was pushed to the upstream. It reports whether
+// there is room for it.
+func (q *queue) told(p upstream.Pushed) bool {
+	select {
+	case q.pushed <- pushed{p.Repository, p.Digest, p.Tag}:
+		return true
+	default:
+		return false
 	}
 }
 
@@ -176,6 +189,12 @@ func (q *queue) run(ctx context.Context) {
 
 func (q *queue) prepare(ctx context.Context, p pushed) {
 	began := time.Now()
+	if p.tag != "" {
+		// The tag is here from now on, also when the upstream is not.
+		if _, err := q.catalog.Tag(ctx, p.repository, p.tag); err != nil && ctx.Err() == nil {
+			q.log.Warn("a tag that was pushed to the upstream cannot be looked up", "repository", p.repository, "tag", p.tag, "error", err)
+		}
+	}
 	err := q.bundles.Prepare(ctx, p.repository, p.manifest)
 	told, ok := errors.AsType[*bundle.Error](err)
 	log := q.log.With("repository", p.repository, "manifest", p.manifest)

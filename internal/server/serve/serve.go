@@ -7,6 +7,8 @@
 //	catalog/  the SQLite catalog
 //	objects/  blobs, packs and what ingest makes (package objects, Dir)
 //	uploads/  uploads under way (package registry)
+//	upstream  of an accelerator: the URL of its upstream
+//	fetching/ downloads from there under way (package upstream)
 //
 // All of it has to be on one file system, so that a finished upload becomes an
 // object without a copy.
@@ -29,11 +31,13 @@ import (
 
 	format "hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/server/bundles"
+	"hydrofoil.dev/foil/internal/server/catalog"
 	"hydrofoil.dev/foil/internal/server/catalog/sqlite"
 	"hydrofoil.dev/foil/internal/server/ingest"
 	"hydrofoil.dev/foil/internal/server/objects"
 	"hydrofoil.dev/foil/internal/server/registry"
 	"hydrofoil.dev/foil/internal/server/startup"
+	"hydrofoil.dev/foil/internal/server/upstream"
 )
 
 // Options configure a Server.
@@ -49,6 +53,9 @@ type Options struct {
 	// StartupMax is how large a startup set may be; the zero value is a quarter of
 	// the image.
 	StartupMax startup.Limit
+	// Upstream makes the server an accelerator, if it has a URL. What is to be
+	// set besides: Auth, CA, TagTTL, TagTimeout.
+	Upstream upstream.Options
 	// Grace is how long requests under way may go on after Close; 0 means 10 s.
 	// A pull that is cut off resumes elsewhere or later.
 	Grace time.Duration
@@ -108,7 +115,11 @@ func Start(ctx context.Context, opts Options) (_ *Server, err error) {
 	if opts.TLSCert != "" {
 		scheme = "https"
 	}
-	s.log.Info("serving", "address", s.Addr(), "scheme", scheme, "root", opts.Root)
+	log := s.log
+	if opts.Upstream.URL != "" {
+		log = log.With("upstream", opts.Upstream.URL)
+	}
+	log.Info("serving", "address", s.Addr(), "scheme", scheme, "root", opts.Root)
 	return s, nil
 }
 
@@ -123,22 +134,37 @@ func (s *Server) open(ctx context.Context) error {
 		return err
 	}
 	s.closers = append(s.closers, unlock)
-	store, err := objects.OpenDir(filepath.Join(root, "objects"))
+	dir, err := objects.OpenDir(filepath.Join(root, "objects"))
 	if err != nil {
 		return err
 	}
-	cat, err := sqlite.Open(ctx, filepath.Join(root, "catalog", "catalog.db"))
+	local, err := sqlite.Open(ctx, filepath.Join(root, "catalog", "catalog.db"))
 	if err != nil {
 		return err
 	}
-	s.closers = append(s.closers, cat.Close)
+	s.closers = append(s.closers, local.Close)
+	if err := checkUpstream(ctx, root, s.opts.Upstream.URL, local); err != nil {
+		return err
+	}
+	var store objects.Store = dir
+	var cat catalog.Catalog = local
+	var front *upstream.Accelerator
+	if s.opts.Upstream.URL != "" {
+		o := s.opts.Upstream
+		o.Dir, o.Catalog, o.Objects, o.Log = filepath.Join(root, "fetching"), local, dir, s.log
+		if front, err = upstream.New(o); err != nil {
+			return err
+		}
+		s.closers = append(s.closers, front.Close)
+		store, cat = front.Store(), front.Catalog()
+	}
 	ingester := &ingest.Ingester{Objects: store, Catalog: cat}
 	s.closers = append(s.closers, ingester.Close)
 	bundle := bundles.New(bundles.Options{
 		Catalog:    cat,
 		Objects:    store,
-		Rootfs:     rootfsOf(ingester.Rootfs, cat, store, s.log),
-		Repair:     rootfsOf(repair(ingester, store), cat, store, s.log),
+		Rootfs:     fetched(front, rootfsOf(ingester.Rootfs, cat, store, s.log)),
+		Repair:     fetched(front, rootfsOf(repair(ingester, store), cat, store, s.log)),
 		StartupMax: s.opts.StartupMax,
 		Log:        s.log,
 	})
@@ -161,15 +187,20 @@ func (s *Server) open(ctx context.Context) error {
 	}
 
 	mux := http.NewServeMux()
-	mux.Handle("/v2", reg)
-	mux.Handle("/v2/", reg)
+	var v2 http.Handler = reg
+	if front != nil {
+		v2 = front.ReadOnly(reg)
+		mux.Handle("POST "+upstream.WebhookPath, front.Webhook(queue.told))
+	}
+	mux.Handle("/v2", v2)
+	mux.Handle("/v2/", v2)
 	mux.Handle(format.PullPath, bundle)
 	mux.Handle(format.PromotePath, bundle)
 	mux.Handle(format.WarmPath, bundle)
 	mux.Handle(format.TracePath, bundle)
 	mux.Handle(format.StartupPath, bundle)
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, req *http.Request) {
-		if _, err := cat.ListRepositories(req.Context(), "", 0); err != nil {
+		if _, err := local.ListRepositories(req.Context(), "", 0); err != nil {
 			s.log.Error("not healthy", "error", err)
 			http.Error(w, "the catalog cannot be read", http.StatusServiceUnavailable)
 			return

@@ -62,6 +62,15 @@ func (c *Catalog) AnyBlob(ctx context.Context, d digest.Digest) (catalog.Blob, e
 	return b, nil
 }
 
+// Holders implements catalog.Repositories.
+func (c *Catalog) Holders(ctx context.Context, d digest.Digest) ([]string, error) {
+	names, err := c.strings(ctx, `SELECT name FROM repositories JOIN blobs ON repo = id WHERE digest = ? ORDER BY name`, d.String())
+	if err != nil {
+		return nil, fmt.Errorf("holders of blob %s: %w", d, err)
+	}
+	return names, nil
+}
+
 // UnlinkBlob implements catalog.Repositories.
 func (c *Catalog) UnlinkBlob(ctx context.Context, repo string, d digest.Digest) error {
 	err := affected(c.write.ExecContext(ctx, `DELETE FROM blobs
