@@ -28,7 +28,7 @@ With --upstream it is the accelerator of another registry: images are fetched
 from there when they are asked for the first time, and served in bundles and
 plainly; tags are looked up there. What is here is served when the upstream is
 down. Pushes go to the upstream; its notifications, sent to
-`+upstream.WebhookPath+`, have an image ingested before anybody asks.
+` + upstream.WebhookPath + `, have an image ingested before anybody asks.
 Everybody who reaches the accelerator may pull what its credentials may.
 
 An interrupt or SIGTERM ends it: requests under way have the grace period to

@@ -24,8 +24,8 @@ import (
 )
 
 // layout writes an OCI layout with one image, tagged latest, and returns the
-// digest of its manifest.
-func layout(t *testing.T, dir string) digest.Digest {
+// digest of its manifest. Another salt is another image.
+func layout(t *testing.T, dir string, salt ...string) digest.Digest {
 	t.Helper()
 	blob := func(mediaType string, b []byte) ocispec.Descriptor {
 		t.Helper()
@@ -52,7 +52,7 @@ func layout(t *testing.T, dir string) digest.Digest {
 	for i := range 3 {
 		var plain, packed bytes.Buffer
 		w := tar.NewWriter(&plain)
-		content := bytes.Repeat(fmt.Appendf(nil, "layer %d ", i), 50_000)
+		content := bytes.Repeat(fmt.Appendf(nil, "layer %d %s", i, salt), 50_000)
 		header := &tar.Header{Name: fmt.Sprintf("file%d", i), Mode: 0o644, Size: int64(len(content)), Format: tar.FormatPAX}
 		if err := w.WriteHeader(header); err != nil {
 			t.Fatal(err)

@@ -128,6 +128,7 @@ func descriptors(m *bundles.Resolved) []ingest.Descriptor {
 // prepared by its first pull.
 type queue struct {
 	bundles *bundles.Handler
+	front   *upstream.Accelerator // nil: there is no upstream
 	catalog catalog.Repositories
 	log     *slog.Logger
 	pushed  chan pushed
@@ -138,12 +139,12 @@ type queue struct {
 type pushed struct {
 	repository string
 	manifest   digest.Digest
-	tag        string // to look up first; empty: none
+	tag        string // that was pushed to the upstream; empty: none
 }
 
-func newQueue(h *bundles.Handler, cat catalog.Repositories, log *slog.Logger) *queue {
+func newQueue(h *bundles.Handler, front *upstream.Accelerator, cat catalog.Repositories, log *slog.Logger) *queue {
 	ctx, cancel := context.WithCancel(context.Background())
-	q := &queue{bundles: h, catalog: cat, log: log, pushed: make(chan pushed, 1024), cancel: cancel}
+	q := &queue{bundles: h, front: front, catalog: cat, log: log, pushed: make(chan pushed, 1024), cancel: cancel}
 	q.work.Go(func() { q.run(ctx) })
 	return q
 }
@@ -189,15 +190,16 @@ func (q *queue) run(ctx context.Context) {
 
 func (q *queue) prepare(ctx context.Context, p pushed) {
 	began := time.Now()
-	if p.tag != "" {
-		// The tag is here from now on, also when the upstream is not.
-		if _, err := q.catalog.Tag(ctx, p.repository, p.tag); err != nil && ctx.Err() == nil {
-			q.log.Warn("a tag that was pushed to the upstream cannot be looked up", "repository", p.repository, "tag", p.tag, "error", err)
-		}
-	}
+	log := q.log.With("repository", p.repository, "manifest", p.manifest)
 	err := q.bundles.Prepare(ctx, p.repository, p.manifest)
 	told, ok := errors.AsType[*bundle.Error](err)
-	log := q.log.With("repository", p.repository, "manifest", p.manifest)
+	if p.tag != "" {
+		log = log.With("tag", p.tag)
+		// From now on it is here, also when the upstream is not.
+		if err := q.front.Follow(ctx, p.repository, p.tag, p.manifest); err != nil && ctx.Err() == nil {
+			log.Warn("a tag that was pushed to the upstream cannot be looked up", "error", err)
+		}
+	}
 	switch {
 	case err == nil:
 		log.Info("prepared", "took", time.Since(began).Round(time.Millisecond))

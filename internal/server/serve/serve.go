@@ -169,7 +169,7 @@ func (s *Server) open(ctx context.Context) error {
 		Log:        s.log,
 	})
 	s.closers = append(s.closers, bundle.Close)
-	queue := newQueue(bundle, cat, s.log)
+	queue := newQueue(bundle, front, cat, s.log)
 	s.closers = append(s.closers, queue.Close)
 	reg, err := registry.New(registry.Options{
 		Store:      store,

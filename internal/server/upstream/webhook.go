@@ -1,6 +1,7 @@
 package upstream
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -62,6 +63,24 @@ func (a *Accelerator) Webhook(pushed func(Pushed) bool) http.Handler {
 		}
 		w.WriteHeader(http.StatusAccepted)
 	})
+}
+
+// Follow looks up a tag that names d now, as a notification said. The
+// distribution program sends those of a push before it has stored the tag, so the
+// upstream is asked again a few times while it names another manifest.
+func (a *Accelerator) Follow(ctx context.Context, repo, tag string, d digest.Digest) error {
+	for n := 1; ; n++ {
+		v, err := a.share(ctx, &a.tags, repo+":"+tag, true, func(ctx context.Context) (any, error) {
+			return a.check(ctx, repo, tag)
+		})
+		e, ok := errors.AsType[*Error](err)
+		if err == nil && v == d || err != nil && !(ok && e.Kind == Missing) {
+			return err
+		}
+		if n == 6 || !a.client.wait(ctx, n, nil) {
+			return err // or the tag has been moved again
+		}
+	}
 }
 
 // parseEnvelope returns the pushes of manifests below the upstream's prefix, and
