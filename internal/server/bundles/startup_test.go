@@ -4,19 +4,24 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"net/http"
 	"net/url"
 	"slices"
+	"strings"
 	"testing"
 
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+	"pgregory.net/rapid"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/format/toc"
 	"hydrofoil.dev/foil/internal/format/trace"
+	"hydrofoil.dev/foil/internal/server/objects"
+	"hydrofoil.dev/foil/internal/server/planner"
 	"hydrofoil.dev/foil/internal/server/planner/plannertest"
 )
 
@@ -277,5 +282,180 @@ func TestTraceRefused(t *testing.T) {
 	}
 	if status, _ := s.ask(t, http.MethodGet, bundle.StartupPath, "a", "1", "unknown", nil); status != 404 {
 		t.Errorf("unknown service: %d", status)
+	}
+}
+
+// Whatever a service touched and a worker has: pages and plan together are what
+// it lacks.
+func TestStartupProperty(t *testing.T) {
+	s := start(t, nil)
+	files := version(1)
+	_, x := s.image(t, "r", "1", files, ocispec.ImageConfig{})
+	r, err := s.Catalog.Rootfs(context.Background(), x.ChainID)
+	if err != nil {
+		t.Fatal(err)
+	}
+	run := rapid.Custom(func(t *rapid.T) trace.Run {
+		c := rapid.IntRange(0, len(x.Contents)-1).Draw(t, "content")
+		pages := trace.Pages(x.Contents[c].Size)
+		first := rapid.Uint32Range(0, pages-1).Draw(t, "first")
+		return trace.Run{Content: uint32(c), First: first, Blocks: rapid.Uint32Range(1, pages-first).Draw(t, "blocks")}
+	})
+	rapid.Check(t, func(rt *rapid.T) {
+		if status, b := s.ask(t, http.MethodDelete, bundle.StartupPath, "r", "1", "", nil); status != http.StatusNoContent {
+			t.Fatalf("forget: %d %s", status, b)
+		}
+		for i := range rapid.IntRange(0, 2).Draw(rt, "services") {
+			s.record(t, "r", "1", x, []string{fmt.Sprint(i)}, trace.Merge(rapid.SliceOfN(run, 0, 30).Draw(rt, "touched"))...)
+		}
+		req := startupRequest("r", "1", []string{"0"})
+		var here []trace.Run
+		present := make([]byte, len(x.Segments)/8+1)
+		if rapid.Bool().Draw(rt, "resumed") {
+			here = trace.Merge(rapid.SliceOfN(run, 0, 30).Draw(rt, "pages"))
+			for i := range present {
+				present[i] = rapid.Byte().Draw(rt, "present")
+			}
+			req.Have = []bundle.Have{{ChainID: x.ChainID, TOC: r.TOC, Present: present, Pages: trace.AppendRuns(nil, here)}}
+		}
+		p := s.pull(t, req, nil)
+		for i, g := range x.Segments {
+			if present[i/8]>>(i%8)&1 != 0 {
+				p.segments[g.ID] = []byte{} // here, as good as sent
+			}
+		}
+		p.verify(t, x, files, here)
+		for _, set := range p.startups {
+			for _, r := range set.Runs {
+				if trace.Contains(here, r) && len(set.Frames) == len(set.Runs) {
+					rt.Fatalf("run %+v is here, and was sent alone", r)
+				}
+			}
+		}
+	})
+}
+
+// Two images in one request, of which one version asks for its set.
+func TestStartupOfSeveralImages(t *testing.T) {
+	s := start(t, nil)
+	one, two := version(1), version(2)
+	m, x := s.image(t, "r", "1", one, ocispec.ImageConfig{})
+	_, y := s.image(t, "r", "2", two, ocispec.ImageConfig{})
+	s.record(t, "r", "2", y, []string{"app"}, pagesOf(t, y, "/bin/sh", 0, 0), pagesOf(t, y, "/usr/bin/other", 0, 0))
+	req := request("r", "1", "2")
+	req.Images[1].Startup, req.Images[1].Args = true, []string{"app"}
+	p := s.pull(t, req, nil)
+	if p.err != nil || len(p.startups) != 1 || p.startups[0].Index != 1 {
+		t.Fatalf("%v, %d sets", p.err, len(p.startups))
+	}
+	// The other image has no pages of it: it needs the segment.
+	i, _ := x.Lookup("/bin/sh")
+	if p.segments[x.SegmentsOf(i)[0].ID] == nil || missing(x, p.segments) > 0 {
+		t.Errorf("%d segments of the first image are missing", missing(x, p.segments))
+	}
+	req.Images[0].Startup, req.Images[0].Args = true, []string{"app"} // inherited
+	if err := s.handler.Prepare(context.Background(), "r", m.Digest); err != nil {
+		t.Fatal(err)
+	}
+	if p = s.pull(t, req, nil); p.err != nil || len(p.startups) != 2 || p.startups[0].Origin != bundle.OriginInherited {
+		t.Fatalf("%v, sets %+v", p.err, p.startups)
+	}
+	if p.segments[x.SegmentsOf(i)[0].ID] != nil {
+		t.Error("a segment that both sets have was planned")
+	}
+}
+
+// A pull goes on when the store of pages is lost or damaged, or cannot be read.
+func TestStartupStoreLost(t *testing.T) {
+	memory := objects.NewMemory()
+	s := start(t, memory)
+	files := version(1)
+	_, x := s.image(t, "r", "1", files, ocispec.ImageConfig{})
+	args := []string{"app"}
+	touched := pagesOf(t, x, "/var/big", 0, 300)
+	s.record(t, "r", "1", x, args, touched)
+	object := func() (key string) {
+		t.Helper()
+		if err := memory.List(context.Background(), "startup/", func(k string, _ int64) error {
+			key = k
+			return nil
+		}); err != nil || key == "" {
+			t.Fatalf("no store: %v", err)
+		}
+		return key
+	}
+	check := func(what string, sets int) {
+		t.Helper()
+		p := s.pull(t, startupRequest("r", "1", args), nil)
+		p.verify(t, x, files, nil)
+		if len(p.startups) != sets {
+			t.Errorf("%s: %d startup sets, want %d", what, len(p.startups), sets)
+		}
+	}
+	check("whole", 1)
+
+	// The index is in memory: its frames are made anew on the way.
+	if err := memory.Delete(context.Background(), object()); err != nil {
+		t.Fatal(err)
+	}
+	check("gone", 1)
+	s.record(t, "r", "1", x, args, touched) // waits for the build
+	s.Put(t, object(), []byte("no store"))
+	s.serve(t)
+	check("damaged", 0)
+	s.record(t, "r", "1", x, args, touched)
+	check("built anew", 1)
+
+	memory.Inject(func(_ int, op objects.Op, key string) error {
+		if op == objects.OpOpen && strings.HasPrefix(key, "startup/") {
+			return errors.New("the disk does not answer")
+		}
+		return nil
+	})
+	check("cannot be read, after its index was", 1)
+	s.serve(t)
+	check("cannot be read", 0)
+	memory.Inject(nil)
+	check("can be read again", 1)
+}
+
+// The order that was guessed is there after a restart, and is what a plan follows.
+func TestOrderIsKept(t *testing.T) {
+	s := start(t, nil)
+	m, x := s.image(t, "r", "1", version(1), ocispec.ImageConfig{})
+	if p := s.pull(t, request("r", "1"), nil); p.err != nil {
+		t.Fatal(p.err)
+	}
+	manifest, err := s.Catalog.Manifest(context.Background(), "r", m.Digest)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var v ocispec.Manifest
+	if err := json.Unmarshal(manifest.Bytes, &v); err != nil {
+		t.Fatal(err)
+	}
+	r, err := s.Catalog.Rootfs(context.Background(), x.ChainID)
+	if err != nil {
+		t.Fatal(err)
+	}
+	key := planner.OrderKey(v.Config.Digest, r.TOC)
+	if _, err := s.Objects.Stat(context.Background(), key); err != nil {
+		t.Fatal(err)
+	}
+	last := uint32(len(x.Segments) - 1)
+	order := make(planner.Order, len(x.Segments))
+	for i := range order {
+		order[i] = last - uint32(i)
+	}
+	s.Put(t, key, order.Encode(v.Config.Digest, r.TOC))
+	s.serve(t)
+	p := s.pull(t, request("r", "1"), nil)
+	if p.err != nil || !slices.Contains(p.plan.Segments[:p.plan.Frames[0].Segments], last) {
+		t.Errorf("%v: the plan begins with %v, want %d", p.err, p.plan.Segments[:p.plan.Frames[0].Segments], last)
+	}
+	s.Put(t, key, []byte("no order"))
+	s.serve(t)
+	if p := s.pull(t, request("r", "1"), nil); p.err != nil || missing(x, p.segments) > 0 {
+		t.Errorf("with a damaged order: %v", p.err)
 	}
 }

@@ -188,9 +188,11 @@ func (s *Store) write(ctx context.Context, store objects.Store, key string, t *t
 		}
 		first = end
 	}
-	if _, err := w.Write(s.encode(t)); err != nil {
+	index := s.encode(t)
+	if _, err := w.Write(index); err != nil {
 		return err
 	}
+	s.bytes = offset + int64(len(index))
 	return w.Commit()
 }
 

@@ -34,29 +34,16 @@ type Set struct {
 // background. A failure is one of the catalog: without a set an image
 // arrives as well.
 func (s *Sets) Find(ctx context.Context, m Image, args []string, table *toc.TOC) (*Set, error) {
-	row, err := s.o.Catalog.StartupImage(ctx, m.Repository, m.ChainID)
+	row, store, err := s.current(ctx, m, table)
 	if errors.Is(err, catalog.ErrNotFound) {
 		s.build(m, false)
 		return nil, nil
 	}
-	if err != nil {
-		return nil, err
-	}
-	if row.Built != row.Wanted || row.TOC != m.TOC {
+	if err == nil && (row.Built != row.Wanted || row.TOC != m.TOC) {
 		s.build(m, false)
 	}
-	if row.Key == "" || row.TOC != m.TOC {
-		return nil, nil
-	}
-	store, err := s.open(ctx, row, table)
-	if err != nil {
-		if ctx.Err() != nil {
-			return nil, ctx.Err()
-		}
-		if errors.Is(err, objects.ErrNotFound) || errors.Is(err, ErrCorrupt) {
-			s.lost(ctx, row, err)
-		}
-		return nil, fmt.Errorf("startup set: %w", err)
+	if err != nil || store == nil {
+		return nil, err
 	}
 	set := &Set{sets: s, row: row, store: store, Origin: bundle.OriginCommon, frames: store.Common}
 	if v := store.find(args); v != nil {
@@ -66,6 +53,32 @@ func (s *Sets) Find(ctx context.Context, m Image, args []string, table *toc.TOC)
 		return nil, nil
 	}
 	return set, nil
+}
+
+// current returns what is recorded of an image and its store; none if there is
+// none of its TOC. A store that turns out to be lost or damaged is built anew.
+// Errors: catalog.ErrNotFound; objects.ErrNotFound; ErrCorrupt.
+func (s *Sets) current(ctx context.Context, m Image, table *toc.TOC) (catalog.StartupImage, *Store, error) {
+	row, err := s.o.Catalog.StartupImage(ctx, m.Repository, m.ChainID)
+	for {
+		if err != nil || row.Key == "" || row.TOC != m.TOC {
+			return row, nil, err
+		}
+		store, err := s.open(ctx, row, table)
+		if err == nil {
+			return row, store, nil
+		}
+		// It goes when two others have been built after it.
+		now, nerr := s.o.Catalog.StartupImage(ctx, m.Repository, m.ChainID)
+		if nerr == nil && now.Key != row.Key {
+			row = now
+			continue
+		}
+		if errors.Is(err, objects.ErrNotFound) || errors.Is(err, ErrCorrupt) {
+			s.lost(ctx, row, err)
+		}
+		return row, nil, fmt.Errorf("startup sets of %s of %s: %w", m.ChainID, m.Repository, err)
+	}
 }
 
 // lost has a store built anew that was lost or damaged.

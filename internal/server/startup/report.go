@@ -66,22 +66,16 @@ func (s *Sets) report(ctx context.Context, m Image, table *toc.TOC) (*bundle.Sta
 	for i := range table.Contents {
 		report.ImageBytes += table.Contents[i].Size
 	}
-	row, err := s.o.Catalog.StartupImage(ctx, m.Repository, m.ChainID)
+	row, store, err := s.current(ctx, m, table)
 	if errors.Is(err, catalog.ErrNotFound) {
 		return report, nil, nil
 	}
 	if err != nil {
 		return nil, nil, err
 	}
-	var store *Store
-	if row.Key != "" && row.TOC == m.TOC {
-		if store, err = s.open(ctx, row, table); err != nil {
-			return nil, nil, err
-		}
-		if report.StoreBytes, err = s.o.Objects.Stat(ctx, row.Key); err != nil {
-			return nil, nil, err
-		}
+	if store != nil {
 		report.StoreRawBytes, _ = store.size()
+		report.StoreBytes = store.bytes
 	}
 	traces, err := s.evidence(ctx, m)
 	if err != nil {

@@ -413,7 +413,9 @@ func (f fatalError) Fatalf(format string, args ...any) { f.Errorf(format, args..
 // once, and what is delivered has what is wanted, with the right bytes.
 func TestStoreProperty(t *testing.T) {
 	w := newWorld(t)
-	m := w.image(t, "r", "1", someFiles(1))
+	files := someFiles(1)
+	delete(files, "/usr/share/large") // quick
+	m := w.image(t, "r", "1", files)
 	rapid.Check(t, func(rt *rapid.T) {
 		run := rapid.Custom(func(t *rapid.T) trace.Run {
 			c := rapid.IntRange(0, len(m.Contents)-1).Draw(t, "content")
@@ -547,7 +549,7 @@ func TestGolden(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if d := cmp.Diff(s, got); d != "" {
+	if d := cmp.Diff(s, got, cmpopts.IgnoreUnexported(Store{})); d != "" {
 		t.Errorf("got:\n%s", d)
 	}
 	for n := range index {

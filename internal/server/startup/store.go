@@ -43,6 +43,8 @@ type Store struct {
 	Frames   []Frame
 	Runs     []trace.Run  // of all frames
 	Digests  []segment.ID // SHA-256 of their bytes
+
+	bytes int64 // of the object
 }
 
 // Service is one service of a store.
@@ -202,6 +204,7 @@ func open(ctx context.Context, store objects.Store, key string, t *toc.TOC, d di
 	if err != nil {
 		return fail(err)
 	}
+	s.bytes = size
 	return s, nil
 }
 
