@@ -3,40 +3,67 @@ package main
 import (
 	"context"
 	"errors"
+	"net"
 	"path/filepath"
 
 	"golang.org/x/sync/errgroup"
 
+	"hydrofoil.dev/foil/internal/worker/mirror"
 	"hydrofoil.dev/foil/internal/worker/node"
 	"hydrofoil.dev/foil/internal/worker/snapshotter"
 )
 
-// serveNode answers foil's own commands, and containerd on a socket, until ctx
-// ends. Without a socket given, a snapshotter that cannot be opened does not keep
-// the daemon from its other work.
-func serveNode(ctx context.Context, n *node.Node, opts node.Options, socket string) error {
-	if socket == "off" {
+// sockets are where containerd is served; "off" is nowhere.
+type sockets struct {
+	snapshotter string // a path, or "default"
+	mirror      string // HOST:PORT
+}
+
+// serveNode answers foil's own commands, and containerd at its sockets, until
+// ctx ends. A snapshotter that cannot be opened, unless its socket was given, and a
+// mirror whose port is taken do not keep the daemon from its other work.
+func serveNode(ctx context.Context, n *node.Node, opts node.Options, at sockets) error {
+	var s *snapshotter.Snapshotter
+	evict := true
+	if at.snapshotter != "off" {
+		var err error
+		s, err = snapshotter.Open(ctx, snapshotter.Options{
+			Dir:    filepath.Join(opts.Root, "snapshotter"),
+			Node:   n,
+			Logger: opts.Logger,
+		})
+		switch {
+		case err != nil && at.snapshotter == "default":
+			opts.Logger.Error("containerd is not served, and nothing is evicted; --snapshotter-socket off says that it need not be", "error", err)
+			evict = false
+		case err != nil:
+			return err
+		}
+	}
+	if evict {
+		// Not before the snapshots that are there have taken hold of their images.
 		n.StartEviction()
-		return n.Serve(ctx)
 	}
-	s, err := snapshotter.Open(ctx, snapshotter.Options{
-		Dir:    filepath.Join(opts.Root, "snapshotter"),
-		Node:   n,
-		Logger: opts.Logger,
-	})
-	switch {
-	case err != nil && socket == "default":
-		opts.Logger.Error("containerd is not served, and nothing is evicted; --snapshotter-socket off says that it need not be", "error", err)
-		return n.Serve(ctx)
-	case err != nil:
-		return err
-	case socket == "default":
-		socket = snapshotter.SocketPath(opts.Root)
+	all, ctx := errgroup.WithContext(ctx)
+	all.Go(func() error { return n.Serve(ctx) })
+	if s != nil {
+		if at.snapshotter == "default" {
+			at.snapshotter = snapshotter.SocketPath(opts.Root)
+		}
+		all.Go(func() error { return s.Serve(ctx, at.snapshotter) })
 	}
-	// Not before the snapshots that are there have taken hold of their images.
-	n.StartEviction()
-	both, ctx := errgroup.WithContext(ctx)
-	both.Go(func() error { return n.Serve(ctx) })
-	both.Go(func() error { return s.Serve(ctx, socket) })
-	return errors.Join(both.Wait(), s.Close())
+	if at.mirror != "off" {
+		l, err := net.Listen("tcp", at.mirror)
+		if err != nil {
+			opts.Logger.Error("containerd has no mirror here, and asks registries itself; name another port with --mirror-listen, and in hosts.toml", "error", err)
+		} else {
+			m := mirror.New(mirror.Options{Node: n, Logger: opts.Logger})
+			all.Go(func() error { return m.Serve(ctx, l) })
+		}
+	}
+	err := all.Wait()
+	if s != nil {
+		err = errors.Join(err, s.Close())
+	}
+	return err
 }

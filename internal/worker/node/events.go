@@ -16,7 +16,9 @@ func (p *pull) happened(kind api.EventKind, err error) {
 		e := asError(err)
 		ev.Err, ev.Code = e.Message, e.Code
 	}
-	if err == nil {
+	if p.unclaimed() {
+		p.n.log.Debug("an image was asked for its header only", "ref", ev.Ref, "error", err)
+	} else if err == nil {
 		p.n.log.Info("image "+string(kind), "ref", ev.Ref, "digest", ev.Digest, "elapsed", seconds(ev.Elapsed),
 			"moved", ev.BytesMoved, "here", ev.ContentHere, "contents", ev.ContentTotal, "waits", ev.Waits, "waited", seconds(ev.Waited))
 	} else {

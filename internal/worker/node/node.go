@@ -79,6 +79,7 @@ type Options struct {
 	// DiskLimit is how much images may take before those that nothing uses are
 	// evicted; none when zero. See StartEviction.
 	DiskLimit Limit
+	earlyFor  time.Duration // the constant of that name when 0
 
 	// crash, when set by a test, is called at named points.
 	crash func(point string)
@@ -129,6 +130,7 @@ type Node struct {
 	lent       map[digest.Digest]*rootfs // lenders, by ID
 	containers map[string]*container
 	pulls      map[string]*pull      // by reference; the last one of each
+	early      map[string]*pull      // by the reference that will claim them
 	removing   map[string]bool       // references that RemoveImage is at
 	holds      map[digest.Digest]int // what Hold keeps, by chain ID
 	warnings   []string
@@ -174,7 +176,11 @@ func New(opts Options) (_ *Node, err error) {
 		lent:       make(map[digest.Digest]*rootfs),
 		containers: make(map[string]*container),
 		pulls:      make(map[string]*pull),
+		early:      make(map[string]*pull),
 		removing:   make(map[string]bool),
+	}
+	if opts.earlyFor == 0 {
+		opts.earlyFor = earlyFor
 	}
 	opts.Hosts.Logger = opts.Logger
 	n.hosts = hosts.New(opts.Hosts)

@@ -2,6 +2,7 @@ package node
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/binary"
 	"errors"
@@ -72,6 +73,7 @@ type host struct {
 	t      testing.TB
 	root   string
 	giveUp time.Duration
+	early  time.Duration // how long pulls that are begun for a header wait; 0: an hour
 	n      *Node
 	log    logBuffer
 }
@@ -123,7 +125,7 @@ func (h *host) options() Options {
 	if err != nil {
 		h.t.Fatal(err)
 	}
-	return Options{Root: h.root, Binary: self, GiveUp: h.giveUp, Logger: slog.New(slog.NewTextHandler(&h.log, nil))}
+	return Options{Root: h.root, Binary: self, GiveUp: h.giveUp, earlyFor: cmp.Or(h.early, time.Hour), Logger: slog.New(slog.NewTextHandler(&h.log, nil))}
 }
 
 func (h *host) start() {

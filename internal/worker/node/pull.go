@@ -17,6 +17,7 @@ import (
 	"hydrofoil.dev/foil/internal/format/toc"
 	"hydrofoil.dev/foil/internal/worker/api"
 	"hydrofoil.dev/foil/internal/worker/arena"
+	"hydrofoil.dev/foil/internal/worker/credentials"
 	"hydrofoil.dev/foil/internal/worker/fetch"
 )
 
@@ -35,6 +36,7 @@ type pull struct {
 	ctx   context.Context // ends with the node, or with stop
 	stop  context.CancelCauseFunc
 	work  sync.WaitGroup // the mount, and the copying of what is here
+	early *early         // nil unless it was begun for its header
 
 	mu         sync.Mutex
 	fetch      *fetch.Pull    // nil before the start and after the end
@@ -47,6 +49,7 @@ type pull struct {
 	milestones []api.Event
 	changed    chan struct{} // closed, and made anew, when milestones grow
 	over       bool
+	err        error // why it has failed
 
 	used map[*rootfs]bool // which it keeps from being removed; guarded by Node.mu
 }
@@ -100,11 +103,19 @@ func (n *Node) startPull(req api.PullRequest, manifest digest.Digest) (*pull, er
 	if p := n.pulls[r.name]; p != nil && !p.ended() {
 		return p, nil
 	}
-	p := &pull{n: n, ref: r, req: req, begun: time.Now(), changed: make(chan struct{}), used: make(map[*rootfs]bool)}
-	p.ctx, p.stop = context.WithCancelCause(n.ctx)
+	if p := n.claim(r.name); p != nil {
+		return p, nil
+	}
+	p := n.newPull(r, req)
 	n.pulls[r.name] = p
 	n.work.Go(p.run)
 	return p, nil
+}
+
+func (n *Node) newPull(r ref, req api.PullRequest) *pull {
+	p := &pull{n: n, ref: r, req: req, begun: time.Now(), changed: make(chan struct{}), used: make(map[*rootfs]bool)}
+	p.ctx, p.stop = context.WithCancelCause(n.ctx)
+	return p
 }
 
 func (p *pull) ended() bool {
@@ -147,7 +158,7 @@ func (p *pull) run() {
 	if r := p.rootfs; r != nil && r.filling == p {
 		r.filling = nil
 	}
-	if img := n.images[p.ref.name]; img != nil {
+	if img := n.images[p.ref.name]; img != nil && !p.unclaimed() {
 		img.Why = ""
 		if err != nil {
 			img.Why = asError(err).Message
@@ -167,6 +178,11 @@ func (p *pull) run() {
 	n.collect()
 	n.makeRoom()
 	debug.FreeOSMemory() // buffers, and what the fetch knew of the image
+	p.mu.Lock()
+	p.err = err
+	p.mu.Unlock()
+	// What a registry was shown is of no more use.
+	p.req.Credential = credentials.Credential{}
 	if err != nil {
 		p.happened(api.Failed, err)
 	} else {
@@ -194,7 +210,7 @@ func (p *pull) bring(ctx context.Context) error {
 	have := p.haves()
 	for again := false; ; {
 		var atOnce time.Duration // how long a host is tried; 0: as usual
-		if len(ask) > 1 {
+		if len(ask) > 1 || p.unclaimed() {
 			atOnce = time.Nanosecond
 		}
 		f := fetch.Start(ctx, fetch.Options{
@@ -222,7 +238,7 @@ func (p *pull) bring(ctx context.Context) error {
 		switch {
 		case mountErr != nil:
 			return mountErr
-		case err != nil && img == nil && len(ask) > 1 && ctx.Err() == nil:
+		case err != nil && img == nil && len(ask) > 1 && ctx.Err() == nil && !errors.Is(err, errUnclaimed):
 			n.log.Info("this host does not have the image; asking the next one", "ref", p.ref.name, "host", ask[0].Client.Base(), "error", err)
 			ask = ask[1:]
 			continue
@@ -317,6 +333,11 @@ func (p *pull) haves() []bundle.Have {
 // it takes what is there.
 func (p *pull) open(ctx context.Context, img *bundle.Image, t *toc.TOC) (*arena.Arena, error) {
 	n := p.n
+	if p.early != nil {
+		if err := p.await(ctx, img); err != nil {
+			return nil, err
+		}
+	}
 	p.resolved(img)
 	r, made, err := p.rootfsOf(img, t)
 	if err != nil {

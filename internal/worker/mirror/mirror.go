@@ -1,0 +1,337 @@
+// Package mirror is a registry on a loopback address that containerd asks first
+// (hosts.toml): it answers for tags, manifests and configs with what the header
+// of the image's bundle says, and begins the pull with the same request. When
+// the snapshotter is asked for the image's layers, a moment later, the pull is
+// under way: all of it is one request to the server.
+//
+// What it answers, and what not:
+//
+//	HEAD a manifest           asks the server, always: a tag may have moved, and
+//	                          whether one may pull is the server's to say
+//	GET a manifest or config  from memory, for two minutes after that
+//	everything else           404
+//
+// To 404 containerd goes on with the next host, in the end the registry itself,
+// with its own credentials and retries, and reports that one's errors. So this
+// is no proxy: layers of images that come the plain way do not pass through the
+// daemon, and what fails here costs time only.
+//
+// When the server wants credentials that the daemon does not have, containerd is
+// asked for those of its pull, with a Basic challenge. It gives those that it was
+// given for the image: a kubelet's, those of ctr --user.
+//
+// Whoever answers for a tag decides what runs. That is why the address should be
+// one that only root can take (a port below 1024), and the daemon answers no one
+// but root and its own user: others would read what only the daemon may pull.
+package mirror
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"regexp"
+	"sync"
+	"time"
+
+	"github.com/opencontainers/go-digest"
+
+	"hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/credentials"
+	"hydrofoil.dev/foil/internal/worker/fetch"
+	"hydrofoil.dev/foil/internal/worker/node"
+)
+
+// Node asks servers; *node.Node is one.
+type Node interface {
+	Header(ctx context.Context, req api.PullRequest) (*node.Header, error)
+}
+
+var _ Node = (*node.Node)(nil)
+
+// Options configure a Mirror. Node is required.
+type Options struct {
+	Node Node
+	// Timeout bounds how long the server may take to answer; 25 s when 0.
+	// containerd waits 30.
+	Timeout time.Duration
+	// Allowed says who may ask, by the user at the other end of a connection;
+	// nil: root and the daemon's own.
+	Allowed func(client, server net.Addr) bool
+	Logger  *slog.Logger // nil means none
+}
+
+const (
+	// keepFor is how long manifests and configs are remembered.
+	keepFor = 2 * time.Minute
+	// keepBytes bounds all of them together.
+	keepBytes = 64 << 20
+	// plainFor is how long a registry that sends no bundles is not asked again,
+	// nor one without credentials that wants some.
+	plainFor = time.Minute
+)
+
+// Mirror is an http.Handler.
+type Mirror struct {
+	opts Options
+	log  *slog.Logger
+
+	mu     sync.Mutex
+	blobs  []remembered // the oldest first
+	bytes  int
+	plain  map[string]time.Time // registries that send no bundles, until when
+	demand map[string]time.Time // repositories that want credentials, until when
+}
+
+// remembered is a manifest or config.
+type remembered struct {
+	name string // REGISTRY/REPOSITORY@DIGEST
+	blob bundle.Blob
+	till time.Time
+}
+
+// New returns a Mirror.
+func New(opts Options) *Mirror {
+	if opts.Timeout == 0 {
+		opts.Timeout = 25 * time.Second
+	}
+	if opts.Allowed == nil {
+		opts.Allowed = root
+	}
+	if opts.Logger == nil {
+		opts.Logger = slog.New(slog.DiscardHandler)
+	}
+	return &Mirror{opts: opts, log: opts.Logger, plain: make(map[string]time.Time), demand: make(map[string]time.Time)}
+}
+
+var path = regexp.MustCompile(`^/v2/(.+)/(manifests|blobs)/([^/]+)$`)
+
+// ServeHTTP answers containerd.
+func (m *Mirror) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	parts := path.FindStringSubmatch(r.URL.Path)
+	registry := r.URL.Query().Get("ns")
+	switch {
+	case r.Method != http.MethodGet && r.Method != http.MethodHead:
+		w.WriteHeader(http.StatusMethodNotAllowed)
+		return
+	case r.URL.Path == "/v2/" || r.URL.Path == "/v2":
+		w.WriteHeader(http.StatusOK)
+		return
+	case parts == nil || registry == "":
+		pass(w, "this is a mirror for containerd: see deploy/containerd/README.md")
+		return
+	}
+	name, kind, reference := registry+"/"+parts[1], parts[2], parts[3]
+	d, byDigest := digest.Digest(reference), digest.Digest(reference).Validate() == nil
+	if byDigest && (kind == "blobs" || r.Method == http.MethodGet) {
+		if b := m.recall(name + "@" + reference); b != nil {
+			m.answer(w, r, b)
+			return
+		}
+	}
+	if kind == "blobs" {
+		pass(w, "not the config of an image that was just asked for")
+		return
+	}
+	ref := name + ":" + reference
+	if byDigest {
+		ref = name + "@" + reference
+	}
+	b, err := m.resolve(r, registry, name, ref)
+	if err != nil {
+		m.refuse(w, r, registry, name, ref, err)
+		return
+	}
+	if byDigest && b.Digest != d {
+		pass(w, "the server has something else") // the bundle's reader has made sure of it
+		return
+	}
+	m.answer(w, r, b)
+}
+
+// resolve asks the server what a reference names.
+func (m *Mirror) resolve(r *http.Request, registry, name, ref string) (*bundle.Blob, error) {
+	user, password, given := r.BasicAuth()
+	m.mu.Lock()
+	plain, demand := time.Now().Before(m.plain[registry]), time.Now().Before(m.demand[name])
+	m.mu.Unlock()
+	if plain {
+		return nil, errPlain
+	}
+	if demand && !given {
+		return nil, errDemand
+	}
+	ctx, cancel := context.WithTimeout(r.Context(), m.opts.Timeout)
+	defer cancel()
+	req := api.PullRequest{Ref: ref, Platform: platform()}
+	if given {
+		req.Credential = credentials.Credential{Username: user, Secret: password}
+	}
+	h, err := m.opts.Node.Header(ctx, req)
+	if err != nil {
+		return nil, err
+	}
+	// One request is under way now, whoever asks next.
+	m.remember(name, h.Manifest)
+	m.remember(name, h.Config)
+	named := h.Manifest
+	if h.Chosen != nil {
+		named = *h.Chosen
+		m.remember(name, named)
+	}
+	if named.Digest.Algorithm().FromBytes(named.Bytes) != named.Digest {
+		return nil, fmt.Errorf("the server sent something else as %s", named.Digest)
+	}
+	return &named, nil
+}
+
+// Reasons for which a server is not asked.
+var (
+	errPlain  = errors.New("its registry sends no bundles")
+	errDemand = errors.New("its registry wants credentials")
+)
+
+// refuse has containerd go on with the next host, or ask again with credentials.
+func (m *Mirror) refuse(w http.ResponseWriter, r *http.Request, registry, name, ref string, err error) {
+	e, _ := errors.AsType[*api.Error](err)
+	_, _, given := r.BasicAuth()
+	demands := errors.Is(err, errDemand) || e != nil && e.Code == api.CodeUnauthorized
+	m.mu.Lock()
+	switch {
+	case demands && !given:
+		note(m.demand, name)
+	case noServer(err):
+		note(m.plain, registry)
+	}
+	m.mu.Unlock()
+	if !errors.Is(err, errPlain) && !errors.Is(err, errDemand) {
+		m.log.Info("the mirror leaves an image to its registry", "image", ref, "reason", err)
+	}
+	if demands && !given {
+		w.Header().Set("WWW-Authenticate", fmt.Sprintf("Basic realm=%q", registry))
+		w.WriteHeader(http.StatusUnauthorized)
+		return
+	}
+	pass(w, err.Error())
+}
+
+// noServer reports whether what answered is no Hydrofoil server.
+func noServer(err error) bool {
+	status, ok := errors.AsType[*fetch.StatusError](err)
+	return ok && status.Said == nil && (status.Status == http.StatusNotFound || status.Status == http.StatusMethodNotAllowed)
+}
+
+// note remembers something for a while, and forgets what is over.
+func note(what map[string]time.Time, key string) {
+	now := time.Now()
+	for k, till := range what {
+		if now.After(till) {
+			delete(what, k)
+		}
+	}
+	if len(what) < 1000 {
+		what[key] = now.Add(plainFor)
+	}
+}
+
+// pass makes containerd ask the next host.
+func pass(w http.ResponseWriter, why string) { http.Error(w, why, http.StatusNotFound) }
+
+// answer sends a blob: the whole of it, its head or a range.
+func (m *Mirror) answer(w http.ResponseWriter, r *http.Request, b *bundle.Blob) {
+	w.Header().Set("Content-Type", b.MediaType)
+	w.Header().Set("Docker-Content-Digest", b.Digest.String())
+	http.ServeContent(w, r, "", time.Time{}, bytes.NewReader(b.Bytes))
+}
+
+func (m *Mirror) recall(name string) *bundle.Blob {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for i := range m.blobs {
+		if b := &m.blobs[i]; b.name == name && time.Now().Before(b.till) {
+			blob := b.blob
+			return &blob
+		}
+	}
+	return nil
+}
+
+// remember keeps a blob if its bytes are those that its digest names.
+func (m *Mirror) remember(repository string, b bundle.Blob) {
+	if b.Digest.Validate() != nil || b.Digest.Algorithm().FromBytes(b.Bytes) != b.Digest {
+		return
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	now := time.Now()
+	name := repository + "@" + b.Digest.String()
+	keep := m.blobs[:0]
+	for _, old := range m.blobs {
+		if old.name == name || now.After(old.till) || m.bytes+len(b.Bytes) > keepBytes {
+			m.bytes -= len(old.blob.Bytes)
+			continue
+		}
+		keep = append(keep, old)
+	}
+	clear(m.blobs[len(keep):])
+	m.blobs = append(keep, remembered{name, b, now.Add(keepFor)})
+	m.bytes += len(b.Bytes)
+}
+
+// Addresses checks that an address, HOST:PORT, is one of loopback, and returns
+// all those by which hosts.toml may name it.
+func Addresses(address string) ([]string, error) {
+	host, port, err := net.SplitHostPort(address)
+	if err != nil {
+		return nil, fmt.Errorf("mirror address %q: %w", address, err)
+	}
+	if ip := net.ParseIP(host); host != "localhost" && (ip == nil || !ip.IsLoopback()) {
+		return nil, fmt.Errorf("mirror address %q: it must be one of loopback, such as 127.0.0.1:598: the mirror shows what this daemon may pull", address)
+	}
+	list := []string{address}
+	for _, host := range []string{"127.0.0.1", "localhost", "::1"} {
+		list = append(list, net.JoinHostPort(host, port))
+	}
+	return list, nil
+}
+
+type connKey struct{}
+
+// Serve answers on a listener until ctx ends.
+func (m *Mirror) Serve(ctx context.Context, l net.Listener) error {
+	srv := &http.Server{
+		Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			if who, _ := r.Context().Value(connKey{}).(*who); who == nil || !who.allowed() {
+				http.Error(w, "only root may ask", http.StatusForbidden)
+				return
+			}
+			m.ServeHTTP(w, r)
+		}),
+		ReadHeaderTimeout: 10 * time.Second,
+		IdleTimeout:       2 * time.Minute,
+		ErrorLog:          slog.NewLogLogger(m.log.Handler(), slog.LevelDebug),
+		BaseContext:       func(net.Listener) context.Context { return ctx },
+		ConnContext: func(ctx context.Context, c net.Conn) context.Context {
+			return context.WithValue(ctx, connKey{}, &who{allowed: sync.OnceValue(func() bool {
+				return m.opts.Allowed(c.RemoteAddr(), c.LocalAddr())
+			})})
+		},
+	}
+	done := make(chan error, 1)
+	go func() { done <- srv.Serve(l) }()
+	select {
+	case err := <-done:
+		return err
+	case <-ctx.Done():
+	}
+	_ = srv.Close() // requests end with ctx, and containerd goes on with the next host
+	<-done
+	return nil
+}
+
+// who is at the other end of a connection.
+type who struct{ allowed func() bool }

@@ -1,0 +1,276 @@
+package mirror
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"net/netip"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/opencontainers/go-digest"
+
+	"hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/fetch"
+	"hydrofoil.dev/foil/internal/worker/node"
+)
+
+func blob(mediaType, text string) bundle.Blob {
+	return bundle.Blob{Digest: digest.FromString(text), MediaType: mediaType, Bytes: []byte(text)}
+}
+
+// fake is a Node that has headers by reference.
+type fake struct {
+	headers map[string]*node.Header
+	err     error
+	private bool // it wants alice's credentials
+	asked   []string
+}
+
+func (f *fake) Header(_ context.Context, req api.PullRequest) (*node.Header, error) {
+	f.asked = append(f.asked, req.Ref)
+	if f.private && (req.Credential.Username != "alice" || req.Credential.Secret != "pw") {
+		return nil, &api.Error{Code: api.CodeUnauthorized, Message: "401"}
+	}
+	if f.err != nil {
+		return nil, f.err
+	}
+	if h := f.headers[req.Ref]; h != nil {
+		return h, nil
+	}
+	return nil, &api.Error{Code: api.CodeNotFound, Message: "no such tag"}
+}
+
+func newFake() (*fake, *node.Header) {
+	index := blob("application/vnd.oci.image.index.v1+json", `{"manifests":[]}`)
+	h := &node.Header{Manifest: blob("application/vnd.oci.image.manifest.v1+json", `{"layers":[]}`), Chosen: &index, Config: blob("application/json", `{"os":"linux"}`)}
+	return &fake{headers: map[string]*node.Header{
+		"r.example/a/b:1":                               h,
+		"r.example/a/b@" + index.Digest.String():        h,
+		"r.example/a/b@" + h.Manifest.Digest.String():   {Manifest: h.Manifest, Config: h.Config},
+		"r.example/plain:1":                             {Manifest: h.Manifest, Config: h.Config},
+		"r.example/wrong:1":                             {Manifest: bundle.Blob{Digest: h.Manifest.Digest, Bytes: []byte("other")}, Config: h.Config},
+		"r.example/wrong@" + h.Config.Digest.String():   {Manifest: h.Manifest, Config: h.Config},
+		"r.example/other@" + h.Manifest.Digest.String(): {Manifest: h.Manifest, Config: h.Config},
+	}}, h
+}
+
+// do is one request; it returns the status and what matters of the answer.
+func do(m *Mirror, method, target string, edit ...func(*http.Request)) (int, string) {
+	r := httptest.NewRequest(method, target, nil)
+	for _, e := range edit {
+		e(r)
+	}
+	w := httptest.NewRecorder()
+	m.ServeHTTP(w, r)
+	b, _ := io.ReadAll(w.Body)
+	if w.Code == http.StatusOK && strings.Contains(target, "/manifests/") && w.Header().Get("Content-Length") == "" {
+		return w.Code, "no length"
+	}
+	if method == http.MethodHead {
+		return w.Code, w.Header().Get("Docker-Content-Digest") + " " + w.Header().Get("Content-Type")
+	}
+	return w.Code, string(b)
+}
+
+func TestMirror(t *testing.T) {
+	f, h := newFake()
+	m := New(Options{Node: f})
+	index := *h.Chosen
+	const ns = "?ns=r.example"
+	for _, step := range []struct {
+		method, target string
+		status         int
+		want           string   // of a success
+		asked          []string // of the server
+	}{
+		{"HEAD", "/v2/", 200, " ", nil},
+		// Nothing is known before somebody resolves.
+		{"GET", "/v2/a/b/blobs/" + h.Config.Digest.String() + ns, 404, "", nil},
+		// A pull by tag is one question.
+		{"HEAD", "/v2/a/b/manifests/1" + ns, 200, index.Digest.String() + " " + index.MediaType, []string{"r.example/a/b:1"}},
+		{"GET", "/v2/a/b/manifests/" + index.Digest.String() + ns, 200, string(index.Bytes), nil},
+		{"GET", "/v2/a/b/manifests/" + h.Manifest.Digest.String() + ns, 200, string(h.Manifest.Bytes), nil},
+		{"GET", "/v2/a/b/blobs/" + h.Config.Digest.String() + ns, 200, string(h.Config.Bytes), nil},
+		{"HEAD", "/v2/a/b/blobs/" + h.Config.Digest.String() + ns, 200, h.Config.Digest.String() + " application/json", nil},
+		// A tag is always asked for, and so is a digest that is resolved.
+		{"HEAD", "/v2/a/b/manifests/1" + ns, 200, index.Digest.String() + " " + index.MediaType, []string{"r.example/a/b:1"}},
+		{"HEAD", "/v2/a/b/manifests/" + h.Manifest.Digest.String() + ns, 200, h.Manifest.Digest.String() + " " + h.Manifest.MediaType, []string{"r.example/a/b@" + h.Manifest.Digest.String()}},
+		// Another repository, or registry, has nothing of this one's.
+		{"GET", "/v2/a/c/blobs/" + h.Config.Digest.String() + ns, 404, "", nil},
+		{"GET", "/v2/a/b/blobs/" + h.Config.Digest.String() + "?ns=other.example", 404, "", nil},
+		// By tag without HEAD; a single manifest.
+		{"GET", "/v2/plain/manifests/1" + ns, 200, string(h.Manifest.Bytes), []string{"r.example/plain:1"}},
+		// What the origin has to answer.
+		{"HEAD", "/v2/a/b/manifests/2" + ns, 404, "", []string{"r.example/a/b:2"}},
+		{"GET", "/v2/a/b/blobs/" + digest.FromString("a layer").String() + ns, 404, "", nil},
+		{"GET", "/v2/a/b/tags/list" + ns, 404, "", nil},
+		{"GET", "/v2/a/b/manifests/1", 404, "", nil},
+		{"GET", "/hydrofoil/v1/bundle" + ns, 404, "", nil},
+		{"POST", "/v2/a/b/blobs/uploads/" + ns, 405, "", nil},
+		// Bytes that are not those of their digest are never sent.
+		{"GET", "/v2/wrong/manifests/1" + ns, 404, "", []string{"r.example/wrong:1"}},
+		{"GET", "/v2/wrong/manifests/" + h.Manifest.Digest.String() + ns, 404, "", []string{"r.example/wrong@" + h.Manifest.Digest.String()}},
+		{"HEAD", "/v2/wrong/manifests/" + h.Config.Digest.String() + ns, 404, "", []string{"r.example/wrong@" + h.Config.Digest.String()}},
+	} {
+		f.asked = nil
+		status, got := do(m, step.method, step.target)
+		if status != step.status || status == 200 && got != step.want {
+			t.Errorf("%s %s: %d %q, want %d %q", step.method, step.target, status, got, step.status, step.want)
+		}
+		if diff := cmp.Diff(step.asked, f.asked); diff != "" {
+			t.Errorf("%s %s asks the server:\n%s", step.method, step.target, diff)
+		}
+	}
+	// A tag that moves.
+	f.headers["r.example/a/b:1"] = &node.Header{Manifest: blob("m", "moved"), Config: h.Config}
+	if _, got := do(m, "HEAD", "/v2/a/b/manifests/1"+ns); !strings.HasPrefix(got, digest.FromString("moved").String()) {
+		t.Errorf("a tag that moved is still %s", got)
+	}
+}
+
+func TestMirrorCredentials(t *testing.T) {
+	f, h := newFake()
+	f.private = true
+	m := New(Options{Node: f})
+	const target = "/v2/a/b/manifests/1?ns=r.example"
+	for range 2 {
+		r := httptest.NewRequest("HEAD", target, nil)
+		w := httptest.NewRecorder()
+		m.ServeHTTP(w, r)
+		if w.Code != 401 || w.Header().Get("WWW-Authenticate") != `Basic realm="r.example"` {
+			t.Errorf("without credentials: %d, %v", w.Code, w.Header())
+		}
+	}
+	if len(f.asked) != 1 {
+		t.Errorf("the server was asked %d times without credentials", len(f.asked))
+	}
+	if status, _ := do(m, "HEAD", target, func(r *http.Request) { r.SetBasicAuth("alice", "wrong") }); status != 404 {
+		t.Errorf("with wrong credentials: %d, want the origin to say so", status)
+	}
+	if status, got := do(m, "HEAD", target, func(r *http.Request) { r.SetBasicAuth("alice", "pw") }); status != 200 || !strings.HasPrefix(got, h.Chosen.Digest.String()) {
+		t.Errorf("with credentials: %d %s", status, got)
+	}
+}
+
+func TestMirrorOfPlainRegistries(t *testing.T) {
+	f, _ := newFake()
+	m := New(Options{Node: f})
+	ask := func() (asked int) {
+		f.asked = nil
+		for range 3 {
+			if status, _ := do(m, "HEAD", "/v2/x/manifests/1?ns=r.example"); status != 404 {
+				t.Errorf("%v: %d", f.err, status)
+			}
+		}
+		return len(f.asked)
+	}
+	// An image that is no bundle says nothing about the others.
+	f.err = &fetch.StatusError{Status: 404, Said: &bundle.Error{Code: bundle.CodeNotFound}}
+	if n := ask(); n != 3 {
+		t.Errorf("asked %d times for an image that the server does not have", n)
+	}
+	f.err = errors.New("connection refused")
+	if n := ask(); n != 3 {
+		t.Errorf("asked a server that is down %d times", n)
+	}
+	f.err = &fetch.StatusError{Status: 404}
+	if n := ask(); n != 1 {
+		t.Errorf("asked a registry that sends no bundles %d times", n)
+	}
+}
+
+func TestMemoryIsBounded(t *testing.T) {
+	m := New(Options{})
+	for i := range 100 {
+		m.remember("r.example/a", blob("m", fmt.Sprint(i, strings.Repeat("x", 2<<20))))
+		total := 0
+		for _, b := range m.blobs {
+			total += len(b.blob.Bytes)
+		}
+		if total != m.bytes || total > keepBytes {
+			t.Fatalf("%d bytes are remembered, %d are counted", total, m.bytes)
+		}
+	}
+	if n := len(m.blobs); n < 20 {
+		t.Errorf("%d blobs", n)
+	}
+}
+
+func TestAddresses(t *testing.T) {
+	for address, ok := range map[string]bool{"127.0.0.1:598": true, "localhost:1": true, "[::1]:598": true, "0.0.0.0:598": false, ":598": false, "10.0.0.1:598": false, "598": false, "": false} {
+		if _, err := Addresses(address); (err == nil) != ok {
+			t.Errorf("%q: %v", address, err)
+		}
+	}
+}
+
+// Who is at the other end of real connections.
+func TestServeOnlyAllowed(t *testing.T) {
+	f, _ := newFake()
+	for name, tc := range map[string]struct {
+		allowed func(client, server net.Addr) bool
+		status  int
+	}{
+		"root or this user": {nil, 200},
+		"nobody":            {func(net.Addr, net.Addr) bool { return false }, 403},
+	} {
+		t.Run(name, func(t *testing.T) {
+			l, err := net.Listen("tcp", "127.0.0.1:0")
+			if err != nil {
+				t.Fatal(err)
+			}
+			ctx, cancel := context.WithCancel(t.Context())
+			done := make(chan error, 1)
+			go func() { done <- New(Options{Node: f, Allowed: tc.allowed}).Serve(ctx, l) }()
+			resp, err := http.Get("http://" + l.Addr().String() + "/v2/")
+			if err != nil {
+				t.Fatal(err)
+			}
+			resp.Body.Close()
+			if resp.StatusCode != tc.status {
+				t.Errorf("%s, want %d", resp.Status, tc.status)
+			}
+			http.DefaultClient.CloseIdleConnections()
+			cancel()
+			if err := <-done; err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}
+
+func TestUIDIn(t *testing.T) {
+	// As a little-endian kernel writes it.
+	const list = `  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
+   0: 0100007F:0256 0100007F:C350 01 00000000:00000000 00:00000000 00000000     0        0 1 1 0 20 4 30 10 -1
+   1: 0100007F:C350 0100007F:0256 01 00000000:00000000 00:00000000 00000000  1000        0 2 1 0 20 4 30 10 -1
+   2: 0000000000000000FFFF00000100007F:C351 0000000000000000FFFF00000100007F:0256 01 00000000:00000000 00:00000000 00000000  1001        0 3 1 0 20 4 30 10 -1
+   3: 0100007F 0100007F:0256 01
+`
+	here := netip.MustParseAddrPort("127.0.0.1:598")
+	for _, tc := range []struct {
+		client string
+		uid    int
+		ok     bool
+	}{{"127.0.0.1:50000", 1000, true}, {"127.0.0.1:50001", 1001, true}, {"127.0.0.1:50002", 0, false}, {"127.0.0.2:50000", 0, false}} {
+		uid, err := uidIn(strings.NewReader(list), netip.MustParseAddrPort(tc.client), here)
+		if uid != tc.uid || (err == nil) != tc.ok {
+			t.Errorf("%s: %d, %v", tc.client, uid, err)
+		}
+	}
+}
+
+func FuzzUIDIn(f *testing.F) {
+	f.Add("0: 0100007F:0256 0100007F:C350 01 0:0 00:0 0 0 0 1", "x")
+	f.Fuzz(func(t *testing.T, a, b string) {
+		here := netip.MustParseAddrPort("127.0.0.1:598")
+		_, _ = uidIn(strings.NewReader(a+"\n"+b), here, here)
+	})
+}

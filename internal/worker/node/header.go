@@ -1,0 +1,200 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"github.com/opencontainers/go-digest"
+
+	"hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/worker/api"
+)
+
+// Header is what is known of an image as soon as its bundle has begun. All bytes
+// are those that their digests name.
+type Header struct {
+	Manifest bundle.Blob
+	Chosen   *bundle.Blob // the index that names Manifest, if the reference names that
+	Config   bundle.Blob
+}
+
+// early is a pull that was begun for its header. Its stream is held where the
+// header ends, and nothing of it is on the disk, until somebody pulls the image
+// by the digest of its manifest, and then has this pull. What arrives meanwhile
+// is bounded by the stream's receive window.
+type early struct {
+	headed  chan struct{} // closed when header is set
+	header  *Header
+	claimed chan struct{} // closed, under Node.mu, by who takes the pull over
+}
+
+const (
+	// earlyFor is how long such a pull is held. containerd asks for manifest and
+	// config, both from memory, and then prepares the first layer.
+	earlyFor = 10 * time.Second
+	// mostEarly bounds how many are held; the oldest goes.
+	mostEarly = 8
+)
+
+// errUnclaimed ends an early pull that nobody took over.
+var errUnclaimed = errors.New("only the image's header was wanted")
+
+// Header asks the server of an image what its reference names, and begins the
+// pull: one request for both. A reference with a digest is asked for as well, so
+// that it is the server who says what may be pulled.
+//
+// Errors: those of a pull. None of them is tried again.
+func (n *Node) Header(ctx context.Context, req api.PullRequest) (*Header, error) {
+	r, err := parseRef(req.Ref)
+	if err != nil {
+		return nil, err
+	}
+	leave, err := n.enter()
+	if err != nil {
+		return nil, err
+	}
+	defer leave()
+	p := n.newPull(r, req)
+	p.early = &early{headed: make(chan struct{}), claimed: make(chan struct{})}
+	n.work.Go(p.run)
+	over := make(chan error, 1)
+	n.work.Go(func() { over <- p.wait(ctx) })
+	select {
+	case <-p.early.headed:
+		return p.early.header, nil
+	case err := <-over:
+		select {
+		case <-p.early.headed: // both at once
+			return p.early.header, nil
+		default:
+		}
+		p.stop(errUnclaimed)
+		if err != nil {
+			return nil, err
+		}
+		return nil, p.failure()
+	}
+}
+
+// failure is why a pull has failed: an *api.Error, and what it came from.
+func (p *pull) failure() error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.err == nil {
+		return errUnclaimed
+	}
+	return &failure{asError(p.err), p.err}
+}
+
+type failure struct {
+	told  *api.Error
+	cause error
+}
+
+func (f *failure) Error() string   { return f.told.Error() }
+func (f *failure) Unwrap() []error { return []error{f.told, f.cause} }
+
+// await tells of the header of an early pull, and waits until the pull is
+// claimed. It is called before anything is made of the header.
+func (p *pull) await(ctx context.Context, img *bundle.Image) error {
+	e := p.early
+	select {
+	case <-e.headed:
+		return nil // another stream of the same pull, long since claimed
+	default:
+	}
+	n := p.n
+	name := p.ref.host + "/" + p.ref.repository + "@" + img.Manifest.Digest.String()
+	header := &Header{Manifest: img.Manifest, Chosen: img.Chosen, Config: img.Config}
+	n.mu.Lock()
+	known := n.images[name]
+	running := n.pulls[name]
+	if known != nil && n.rootfs[known.ChainID] != nil && n.rootfs[known.ChainID].rec.Complete || running != nil && !running.ended() {
+		n.mu.Unlock()
+		e.header = header
+		close(e.headed)
+		return errUnclaimed // there is nothing for it to bring
+	}
+	// The image's name is the one by which containerd's snapshotter pulls.
+	p.ref.name, p.ref.reference = name, img.Manifest.Digest.String()
+	if old := n.early[name]; old != nil {
+		old.stop(errUnclaimed)
+	}
+	if len(n.early) >= mostEarly {
+		n.dropEarliest()
+	}
+	n.early[name] = p
+	n.mu.Unlock()
+	e.header = header
+	close(e.headed)
+	timer := time.NewTimer(n.opts.earlyFor)
+	defer timer.Stop()
+	select {
+	case <-e.claimed:
+		return nil
+	case <-timer.C:
+	case <-ctx.Done():
+	}
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.early[name] == p {
+		delete(n.early, name)
+	}
+	select {
+	case <-e.claimed:
+		return nil
+	default:
+		return errUnclaimed
+	}
+}
+
+// dropEarliest ends the early pull that has waited longest. Called with Node.mu
+// held.
+func (n *Node) dropEarliest() {
+	var first *pull
+	for _, p := range n.early {
+		if first == nil || p.begun.Before(first.begun) {
+			first = p
+		}
+	}
+	delete(n.early, first.ref.name)
+	first.stop(errUnclaimed)
+}
+
+// claim returns the early pull of an image, if there is one, which is now a pull
+// like any other. Called with Node.mu held.
+func (n *Node) claim(name string) *pull {
+	p := n.early[name]
+	if p == nil {
+		return nil
+	}
+	delete(n.early, name)
+	if p.ctx.Err() != nil {
+		return nil // it is about to end
+	}
+	n.pulls[name] = p
+	close(p.early.claimed)
+	return p
+}
+
+// unclaimed reports whether a pull is, or was, for a header only.
+func (p *pull) unclaimed() bool {
+	if p.early == nil {
+		return false
+	}
+	select {
+	case <-p.early.claimed:
+		return false
+	default:
+		return true
+	}
+}
+
+// Digest is what the reference names: the index, or the manifest.
+func (h *Header) Digest() digest.Digest {
+	if h.Chosen != nil {
+		return h.Chosen.Digest
+	}
+	return h.Manifest.Digest
+}

@@ -1,0 +1,141 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/fetch"
+)
+
+// held returns how many pulls wait to be claimed.
+func (h *host) waiting() int {
+	h.n.mu.Lock()
+	defer h.n.mu.Unlock()
+	return len(h.n.early)
+}
+
+func (h *host) header(ref string) *Header {
+	h.t.Helper()
+	got, err := h.n.Header(h.t.Context(), api.PullRequest{Ref: ref})
+	if err != nil {
+		h.t.Fatal(err)
+	}
+	return got
+}
+
+// digestName is the name by which the snapshotter pulls.
+func digestName(ref string, m *fakeImage) string {
+	return ref[:strings.LastIndex(ref, ":")] + "@" + m.Manifest.Digest.String()
+}
+
+func TestHeaderThenPull(t *testing.T) {
+	s := newFakeServer(t)
+	m := newFakeImage(t, some(1, 10, 5000))
+	ref := s.serve("app:1", m)
+	h := newHost(t)
+	got := h.header(ref)
+	if got.Digest() != m.Manifest.Digest || string(got.Config.Bytes) != string(m.Config.Bytes) || string(got.Manifest.Bytes) != string(m.Manifest.Bytes) {
+		t.Errorf("header %+v", got)
+	}
+	name := digestName(ref, m)
+	if h.n.Has(name) || h.n.Has(ref) {
+		t.Error("an image of which the header is known counts as being here")
+	}
+	if images, _ := h.n.Images(t.Context()); len(images) > 0 {
+		t.Errorf("images %+v", images)
+	}
+	h.mustPull(name, api.Complete)
+	h.same(m)
+	if n := s.requestCount(); n != 1 || h.waiting() > 0 {
+		t.Errorf("%d requests, %d pulls wait", n, h.waiting())
+	}
+	// Of what is here, the server is asked all the same.
+	h.header(ref)
+	h.header(name)
+	if n := s.requestCount(); n != 3 || h.waiting() > 0 {
+		t.Errorf("%d requests, %d pulls wait", n, h.waiting())
+	}
+	// The tag moves.
+	moved := newFakeImage(t, some(50, 3, 5000))
+	s.serve("app:1", moved)
+	if got := h.header(ref); got.Digest() != moved.Manifest.Digest {
+		t.Errorf("the tag still names %s", got.Digest())
+	}
+	h.mustPull(digestName(ref, moved), api.Complete)
+	h.same(moved)
+	if n := s.requestCount(); n != 4 {
+		t.Errorf("%d requests", n)
+	}
+}
+
+func TestHeaderThatNobodyClaims(t *testing.T) {
+	s := newFakeServer(t)
+	m := newFakeImage(t, some(1, 10, 5000))
+	ref := s.serve("app:1", m)
+	h := newHost(t)
+	h.stop()
+	h.early = time.Millisecond
+	h.start()
+	h.header(ref)
+	eventually(t, "the pull has ended", func() error {
+		if n := h.waiting(); n > 0 {
+			return fmt.Errorf("%d pulls wait", n)
+		}
+		return nil
+	})
+	h.stop() // and waits for it
+	if strings.Contains(h.log.String(), "failed") {
+		t.Error("that nobody pulls an image counts as a failure")
+	}
+	h.early = 0
+	h.start()
+	if got := h.mounts(); len(got) > 0 {
+		t.Errorf("mounts %v", got)
+	}
+	// Those that wait are bounded, and one that is asked for again replaces itself.
+	for i := range 2 * mostEarly {
+		m := newFakeImage(t, some(uint64(100+i), 2, 1000))
+		ref := s.serve(string(rune('a'+i))+":1", m)
+		h.header(ref)
+		h.header(ref)
+	}
+	if n := h.waiting(); n > mostEarly || n == 0 {
+		t.Errorf("%d pulls wait", n)
+	}
+}
+
+func TestHeaderFails(t *testing.T) {
+	s := newFakeServer(t)
+	h := newHost(t)
+	if _, err := h.n.Header(t.Context(), api.PullRequest{Ref: s.addr + "/absent:1"}); codeOfErr(err) != api.CodeNotFound {
+		t.Errorf("no such image: %v", err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	s.setHeader(false)
+	end := make(chan error, 1)
+	go func() {
+		_, err := h.n.Header(ctx, api.PullRequest{Ref: s.addr + "/absent:1"})
+		end <- err
+	}()
+	eventually(t, "the server was asked", func() error {
+		if n := s.requestCount(); n != 2 {
+			return fmt.Errorf("%d requests", n)
+		}
+		return nil
+	})
+	cancel()
+	if err := ends(t, "a request that was given up", end); !errors.Is(err, context.Canceled) {
+		t.Errorf("a request that was given up: %v", err)
+	}
+	s.stop()
+	began := time.Now()
+	_, err := h.n.Header(t.Context(), api.PullRequest{Ref: s.addr + "/absent:1"})
+	if codeOfErr(err) != api.CodeUnavailable || !errors.Is(err, fetch.ErrUnreachable) {
+		t.Errorf("no server, after %v: %v", time.Since(began), err)
+	}
+}
