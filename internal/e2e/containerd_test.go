@@ -2,6 +2,7 @@ package e2e
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -111,6 +112,7 @@ func launchContainerd(t testing.TB, v containerdVersion, w *worker, namespace, f
 	number := fmt.Sprintf("version = %d\n", v.number)
 	text := strings.Replace(string(config), number, number+own, 1) + last
 	text = strings.ReplaceAll(text, "/var/lib/foil/run/snapshotter.sock", snapshotter.SocketPath(w.root))
+	text = strings.ReplaceAll(text, "/etc/containerd/certs.d", cmp.Or(w.hosts, filepath.Join(dir, "nothing")))
 	if err := os.WriteFile(filepath.Join(dir, "config.toml"), []byte(text), 0o600); err != nil {
 		t.Fatal(err)
 	}

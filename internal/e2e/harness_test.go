@@ -179,6 +179,7 @@ func freeAddr(t testing.TB) string {
 type worker struct {
 	*process
 	root   string
+	hosts  string // directory of hosts.toml, for its containerd; empty: none
 	client *api.Client
 }
 

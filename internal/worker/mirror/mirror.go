@@ -133,8 +133,9 @@ func (m *Mirror) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 			return
 		}
 	}
-	if kind == "blobs" {
-		pass(w, "not the config of an image that was just asked for")
+	if kind == "blobs" || byDigest && r.Method == http.MethodGet {
+		// Of other platforms, too: an image that is not run needs no bundle.
+		pass(w, "not of an image that was just asked for")
 		return
 	}
 	ref := name + ":" + reference

@@ -116,7 +116,7 @@ func TestMirror(t *testing.T) {
 		{"POST", "/v2/a/b/blobs/uploads/" + ns, 405, "", nil},
 		// Bytes that are not those of their digest are never sent.
 		{"GET", "/v2/wrong/manifests/1" + ns, 404, "", []string{"r.example/wrong:1"}},
-		{"GET", "/v2/wrong/manifests/" + h.Manifest.Digest.String() + ns, 404, "", []string{"r.example/wrong@" + h.Manifest.Digest.String()}},
+		{"GET", "/v2/wrong/manifests/" + h.Manifest.Digest.String() + ns, 404, "", nil},
 		{"HEAD", "/v2/wrong/manifests/" + h.Config.Digest.String() + ns, 404, "", []string{"r.example/wrong@" + h.Config.Digest.String()}},
 	} {
 		f.asked = nil

@@ -156,6 +156,9 @@ func New(opts Options) (_ *Node, err error) {
 	if opts.Logger == nil {
 		opts.Logger = slog.Default()
 	}
+	if opts.earlyFor == 0 {
+		opts.earlyFor = earlyFor
+	}
 	if err := os.MkdirAll(opts.Root, 0o711); err != nil {
 		return nil, err
 	}
@@ -178,9 +181,6 @@ func New(opts Options) (_ *Node, err error) {
 		pulls:      make(map[string]*pull),
 		early:      make(map[string]*pull),
 		removing:   make(map[string]bool),
-	}
-	if opts.earlyFor == 0 {
-		opts.earlyFor = earlyFor
 	}
 	opts.Hosts.Logger = opts.Logger
 	n.hosts = hosts.New(opts.Hosts)
