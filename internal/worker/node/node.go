@@ -79,7 +79,8 @@ type Options struct {
 	// DiskLimit is how much images may take before those that nothing uses are
 	// evicted; none when zero. See StartEviction.
 	DiskLimit Limit
-	earlyFor  time.Duration // the constant of that name when 0
+
+	earlyFor time.Duration // the constant of that name when 0
 
 	// crash, when set by a test, is called at named points.
 	crash func(point string)
