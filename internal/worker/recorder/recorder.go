@@ -31,15 +31,6 @@ import (
 	"hydrofoil.dev/foil/internal/worker/gate"
 )
 
-// BlockSize is the unit of what is recorded, bytes.
-const BlockSize = 4096
-
-// MaxReads is the default of Options.MaxReads.
-const MaxReads = 1 << 20
-
-// near is how long after the first block of a Read its last one may be read.
-const near = 5 * time.Millisecond
-
 // Options of a Recorder.
 type Options struct {
 	// Root is a directory, on whose filesystem the arenas are.
@@ -49,24 +40,17 @@ type Options struct {
 	// FUSE, unless empty, makes the devices files of a FUSE filesystem, mounted
 	// there: a directory that the recorder makes, and unmounts.
 	FUSE string
-	// MaxReads bounds what is recorded; 0 means MaxReads.
+	// MaxReads bounds what is recorded; 0 means 1<<20.
 	MaxReads int
 	Logger   *slog.Logger // nil: slog.Default()
 }
 
-// Read is the first read of some blocks, one after the other.
-type Read struct {
-	Arena  int // index into Options.Arenas
-	Off, N int64
-	At     time.Time // of the first of them
-}
-
 // Recorder records until it is closed.
 type Recorder struct {
+	*Log
 	log     *slog.Logger
 	devices []string
 	inodes  map[inode]int
-	max     int
 
 	// The fanotify kind's.
 	group, mount *os.File
@@ -74,39 +58,15 @@ type Recorder struct {
 	// The FUSE kind's.
 	fuse  *gate.FUSE
 	files []*os.File
-
-	mu    sync.Mutex
-	seen  []blocks // by arena
-	reads []Read
-	count int64 // blocks
-	last  time.Time
-	full  bool
 }
 
 type inode struct{ dev, ino uint64 }
 
-// blocks is a bitmap that grows.
-type blocks []uint64
-
-// set reports whether block i was not in the map.
-func (b *blocks) set(i int64) bool {
-	for int64(len(*b)) <= i/64 {
-		*b = append(*b, 0)
-	}
-	bit := uint64(1) << (i % 64)
-	was := (*b)[i/64]
-	(*b)[i/64] = was | bit
-	return was&bit == 0
-}
-
 // Start begins to record.
 func Start(ctx context.Context, o Options) (_ *Recorder, err error) {
-	r := &Recorder{log: o.Logger, max: o.MaxReads, inodes: make(map[inode]int), seen: make([]blocks, len(o.Arenas))}
+	r := &Recorder{Log: NewLog(len(o.Arenas), o.MaxReads), log: o.Logger, inodes: make(map[inode]int)}
 	if r.log == nil {
 		r.log = slog.Default()
-	}
-	if r.max == 0 {
-		r.max = MaxReads
 	}
 	defer func() {
 		if err != nil {
@@ -191,7 +151,7 @@ func (r *Recorder) events() {
 				if e.Ranged {
 					off, count = int64(e.Offset), int64(e.Count)
 				}
-				r.add(i, off, min(count, st.Size-off), now)
+				r.Add(i, off, min(count, st.Size-off), now, false)
 			}
 			if err := kernel.FanotifyAllow(group, e.Number); err != nil {
 				r.log.Error("recorder cannot answer", "number", e.Number, "error", err)
@@ -230,57 +190,15 @@ type noted struct {
 }
 
 func (n *noted) Present(off, count int64) bool {
-	n.r.add(n.arena, off, count, time.Now())
+	n.r.Add(n.arena, off, count, time.Now(), false)
 	return true
 }
 
 func (n *noted) Need(context.Context, int64, int64) error { return nil }
 
-// add notes a read.
-func (r *Recorder) add(arena int, off, n int64, at time.Time) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if off < 0 || n <= 0 || r.full {
-		return
-	}
-	for b := off / BlockSize; b < (off+n+BlockSize-1)/BlockSize; b++ {
-		if !r.seen[arena].set(b) {
-			continue
-		}
-		r.count++
-		r.last = at
-		if k := len(r.reads) - 1; k >= 0 {
-			if l := &r.reads[k]; l.Arena == arena && l.Off+l.N == b*BlockSize && at.Sub(l.At) < near {
-				l.N += BlockSize
-				continue
-			}
-		}
-		if len(r.reads) == r.max {
-			r.full = true
-			return
-		}
-		r.reads = append(r.reads, Read{Arena: arena, Off: b * BlockSize, N: BlockSize, At: at})
-	}
-}
-
 // Devices returns the paths by which EROFS is to be mounted over the arenas.
 // They mean something in this process only, and until Close.
 func (r *Recorder) Devices() []string { return r.devices }
-
-// Count returns how many blocks have been read, and when a new one was last.
-func (r *Recorder) Count() (blocks int64, last time.Time) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	return r.count, r.last
-}
-
-// Reads returns what has been recorded, no block twice. full says that there
-// was more than could be.
-func (r *Recorder) Reads() (reads []Read, full bool) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	return append([]Read(nil), r.reads...), r.full
-}
 
 // Close ends the recording. Fanotify devices go on, unrecorded; FUSE devices
 // fail.
