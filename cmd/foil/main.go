@@ -63,6 +63,7 @@ It is one program with three faces:
 			newStatusCommand(),
 			newVerifyCommand(),
 			newTraceCommand(),
+			newStartupCommand(),
 			newRmCommand(),
 			newGCCommand(),
 		}},

@@ -19,7 +19,7 @@ import (
 func newNodeCommand() *cobra.Command {
 	var opts node.Options
 	var level slog.Level
-	var format, gate, socket, limit, mirrorAt string
+	var format, gate, report, socket, limit, mirrorAt string
 	cmd := &cobra.Command{
 		Use:   "node [flags]",
 		Short: "Run the worker daemon",
@@ -53,6 +53,10 @@ can have; "foil doctor" says which, and why.
 With --disk-limit, images that are complete and that nothing uses go when images
 take more than that, or a pull would fill the filesystem: the least recently used
 first, before pulls and during them. "foil gc --dry-run" says what would go.
+
+After a container became ready while its image was still on the way, the daemon
+tells the image's server which pages it read until then, so that the next worker
+gets them first: docs/startup.md says what is told. --report off tells nothing.
 
 An interrupt or SIGTERM ends it. Containers go on: a small process, the keeper,
 makes their reads wait until a daemon runs again, which then goes on with the
@@ -99,6 +103,13 @@ Exit codes: 0 it was told to end; 1 an error, in the log as well.`,
 				}
 				opts.Hosts.Self = self
 			}
+			if report != "on" && report != "off" {
+				return usagef("--report %s: say on or off", report)
+			}
+			if opts.ReportSample <= 0 || opts.ReportSample > 1 {
+				return usagef("--report-sample %v: say a share above 0, at most 1", opts.ReportSample)
+			}
+			opts.NoReports = report == "off"
 			opts.Version = version()
 			n, err := node.New(opts)
 			if err != nil {
@@ -115,6 +126,8 @@ Exit codes: 0 it was told to end; 1 an error, in the log as well.`,
 	flags.DurationVar(&opts.GiveUp, "give-up", 5*time.Minute, "how long to go on trying when a server cannot be reached, before reads that wait for it fail")
 	flags.StringSliceVar(&opts.Connect, "connect", nil, "`SERVER`s (http://HOST:PORT or https://HOST) to keep a warm connection to")
 	flags.Int64Var(&opts.WarmUp, "warm-up", 8<<20, "most `BYTES` that a server of --connect sends on a new connection so that TCP learns the path; 0: none")
+	flags.StringVar(&report, "report", "on", "tell an image's server which pages a container read until it was ready: on or off")
+	flags.Float64Var(&opts.ReportSample, "report-sample", 1, "`SHARE` of the starts to tell of, above 0 and at most 1")
 	flags.StringVar(&gate, "gate", "auto", "`GATE` that holds back reads: auto, fanotify, fuse or loop")
 	flags.StringVar(&limit, "disk-limit", "", "`LIMIT` for what images take, 80% of the filesystem or 50GB, above which those that nothing uses are removed, least recently used first; empty: none")
 	flags.StringVar(&socket, "snapshotter-socket", "default", "`PATH` of the socket for containerd; default: DIR/run/snapshotter.sock; off: none")

@@ -19,6 +19,7 @@ import (
 	"hydrofoil.dev/foil/internal/picture"
 	"hydrofoil.dev/foil/internal/progress"
 	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/credentials"
 	"hydrofoil.dev/foil/internal/worker/launch"
 	"hydrofoil.dev/foil/internal/worker/probe"
 	"hydrofoil.dev/foil/internal/worker/runner"
@@ -31,12 +32,14 @@ type traceFlags struct {
 	asJSON                       bool
 	opts                         launch.Options
 	trace                        launch.TraceOptions
+	creds                        func() (credentials.Credential, error)
 }
 
 // add adds them to cmd. What follows REF and "--" is the command.
 func (f *traceFlags) add(cmd *cobra.Command) {
 	clientRoot(cmd, &f.root)
 	cmd.ValidArgsFunction = completeNames(&f.root, false)
+	f.creds = credsFlag(cmd)
 	fs := cmd.Flags()
 	fs.StringVar(&f.probe, "probe", "", "`PROBE` that tells when the service is ready, as for foil run")
 	fs.DurationVar(&f.trace.Quiet, "quiet", 3*time.Second, "without a probe: how long nothing new is read when the service counts as ready")
@@ -52,8 +55,13 @@ func (f *traceFlags) add(cmd *cobra.Command) {
 }
 
 // apply checks the command line and puts it into the options.
-func (f *traceFlags) apply(args []string) error {
-	f.opts.Pull.Ref = args[0]
+func (f *traceFlags) apply(args []string) (err error) {
+	if f.opts.Pull.Ref, err = api.NormalRef(args[0]); err != nil {
+		return &usageError{err}
+	}
+	if f.opts.Pull.Credential, err = f.creds(); err != nil {
+		return &usageError{err}
+	}
 	if len(args) > 1 {
 		f.opts.Spec.Args = args[1:]
 	}
@@ -113,13 +121,15 @@ taken or sent (it is printed all the same).`,
 			}
 			f.trace.Send = !noSend
 			if output == "" {
-				return f.run(cmd, nil)
+				_, err := f.run(cmd, nil)
+				return err
 			}
 			file, err := os.Create(output)
 			if err != nil {
 				return fmt.Errorf("--output: %w", err)
 			}
-			return errors.Join(f.run(cmd, file), file.Close())
+			_, err = f.run(cmd, file)
+			return errors.Join(err, file.Close())
 		},
 	}
 	f.add(cmd)
@@ -129,13 +139,14 @@ taken or sent (it is printed all the same).`,
 }
 
 // run takes the traces, prints them, and writes them to file unless it is nil.
-func (f *traceFlags) run(cmd *cobra.Command, file io.Writer) error {
+// It returns the last one.
+func (f *traceFlags) run(cmd *cobra.Command, file io.Writer) (last *picture.Trace, err error) {
 	if err := needRoot(os.Geteuid(), cmd.CommandPath()); err != nil {
-		return err
+		return nil, err
 	}
 	c, err := api.EnsureDaemon(cmd.Context(), f.root, api.EnsureOptions{})
 	if err != nil {
-		return err
+		return nil, err
 	}
 	defer c.Close()
 	signals := make(chan os.Signal, 16)
@@ -147,27 +158,28 @@ func (f *traceFlags) run(cmd *cobra.Command, file io.Writer) error {
 	for i := range f.runs {
 		res, err := f.once(cmd, c, i)
 		if err != nil {
-			return advise(f.root, err)
+			return nil, advise(f.root, err)
 		}
 		if img == nil {
-			if img, err = imageOf(cmd.Context(), c, f.opts.Pull.Ref); err != nil {
-				return advise(f.root, err)
+			if img, err = imageOf(cmd.Context(), c, api.AboutImage{Ref: f.opts.Pull.Ref}); err != nil {
+				return nil, advise(f.root, err)
 			}
 		}
 		t, err := trace.Decode(res.Trace)
 		if err != nil {
-			return err
+			return nil, err
 		}
 		v, err := img.Trace(t)
 		if err != nil {
-			return err
+			return nil, err
 		}
+		last = v
 		if res.Cut {
 			fmt.Fprintf(cmd.ErrOrStderr(), "foil: the service reads more than a trace can hold; what came after the first %d pages is left out\n", v.Pages)
 		}
 		if file != nil {
 			if err := printJSON(file, v); err != nil {
-				return fmt.Errorf("--output: %w", err)
+				return nil, fmt.Errorf("--output: %w", err)
 			}
 		}
 		if f.asJSON {
@@ -176,13 +188,13 @@ func (f *traceFlags) run(cmd *cobra.Command, file io.Writer) error {
 			err = f.summary(cmd.OutOrStdout(), v, i, res)
 		}
 		if err != nil {
-			return err
+			return nil, err
 		}
 		if res.SendError != "" && failed == nil {
 			failed = fmt.Errorf("send the trace: %s", res.SendError)
 		}
 	}
-	return failed
+	return last, failed
 }
 
 // once runs the service once.
@@ -252,12 +264,12 @@ func percent(part, whole int64) float64 {
 }
 
 // imageOf returns an image whose pages can be named.
-func imageOf(ctx context.Context, c *api.Client, ref string) (*picture.Image, error) {
-	b, err := c.TOC(ctx, ref)
+func imageOf(ctx context.Context, c *api.Client, req api.AboutImage) (*picture.Image, error) {
+	b, err := c.TOC(ctx, req)
 	if err != nil {
 		return nil, err
 	}
-	return picture.NewImage(ref, b)
+	return picture.NewImage(req.Ref, b)
 }
 
 // tail keeps the end of what both streams of a container say.

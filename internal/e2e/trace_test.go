@@ -9,6 +9,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"sort"
 	"strings"
 	"syscall"
@@ -20,6 +21,7 @@ import (
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"golang.org/x/sys/unix"
 
+	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/format/trace"
 	"hydrofoil.dev/foil/internal/kernel"
 	"hydrofoil.dev/foil/internal/picture"
@@ -137,7 +139,7 @@ func pagesOf(v *picture.Trace) map[string]bool {
 
 func imageNames(t *testing.T, w *worker, ref string) *picture.Image {
 	t.Helper()
-	b, err := w.client.TOC(t.Context(), ref)
+	b, err := w.client.TOC(t.Context(), api.AboutImage{Ref: ref})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -353,5 +355,112 @@ func TestFoilTrace(t *testing.T) {
 	_, errOut, code = command(t, "trace", "--root", w.root, "--no-send", "--probe", "tcp:1", ref, "--", "echo oh no; exit 7")
 	if code != 1 || !strings.Contains(errOut, "oh no") || !strings.Contains(errOut, "exit code 7") {
 		t.Errorf("a service that fails: code %d, %q", code, errOut)
+	}
+}
+
+// startupOf asks for the startup sets of an image, through the command.
+func startupOf(t *testing.T, w *worker, ref string) []bundle.Service {
+	t.Helper()
+	out, errOut, code := command(t, "startup", "ls", "--root", w.root, "--json", ref)
+	if code != 0 {
+		t.Fatalf("startup ls: code %d, %s", code, errOut)
+	}
+	var list []bundle.Service
+	for line := range strings.Lines(out) {
+		var s bundle.Service
+		if err := json.Unmarshal([]byte(line), &s); err != nil {
+			t.Fatal(err)
+		}
+		list = append(list, s)
+	}
+	return list
+}
+
+// TestStartupCommands: a service is traced twice, and its set listed, shown and
+// removed, also from where the image is not.
+func TestStartupCommands(t *testing.T) {
+	needContainers(t)
+	s := startServer(t, t.TempDir())
+	ref := s.push("traced", "1", newImage(t, ocispec.ImageConfig{Entrypoint: []string{"/bin/busybox", "sh", "-c"}}, hostProgram(t, "git")))
+	w := startWorker(t, workerRoot(t))
+	script := "busybox cat /data/07 >/dev/null"
+	out, errOut, code := command(t, "startup", "create", "--root", w.root, "--runs", "2", "--probe", "exit", ref, "--", script)
+	if code != 0 || !strings.Contains(out, "run 2: ") || strings.Count(out, "; sent\n") != 2 || !strings.Contains(out, "traced") {
+		t.Fatalf("code %d, output %q, %q", code, out, errOut)
+	}
+	list := startupOf(t, w, ref)
+	if len(list) != 1 || list[0].Origin != bundle.OriginTraced || list[0].Traces != 2 || list[0].Reports != 0 || list[0].Pages < 25 {
+		t.Fatalf("services %+v", list)
+	}
+	if err := w.client.RemoveImage(t.Context(), ref); err != nil {
+		t.Fatal(err)
+	}
+	html := filepath.Join(t.TempDir(), "set.html")
+	out, errOut, code = command(t, "startup", "show", "--root", w.root, ref, "--", script)
+	if code != 0 || !strings.Contains(out, "/data/07") || !strings.Contains(out, fmt.Sprintf("%d pages", list[0].Pages)) {
+		t.Errorf("show: code %d, output %q, %q", code, out, errOut)
+	}
+	_, errOut, code = command(t, "startup", "show", "--root", w.root, "--html", html, "--service", list[0].ID, ref)
+	if b, err := os.ReadFile(html); code != 0 || err != nil || !bytes.Contains(b, []byte(`"path":"/data/07"`)) {
+		t.Errorf("show --html: code %d, %v, %q", code, err, errOut)
+	}
+	if _, errOut, code = command(t, "startup", "show", "--root", w.root, ref, "--", "other"); code != 1 || !strings.Contains(errOut, "startup ls") {
+		t.Errorf("show of another service: code %d, %q", code, errOut)
+	}
+	if _, errOut, code = command(t, "startup", "rm", "--root", w.root, "--service", list[0].ID, ref); code != 0 {
+		t.Errorf("rm: code %d, %q", code, errOut)
+	}
+	if list := startupOf(t, w, ref); len(list) != 0 {
+		t.Errorf("after rm: %+v", list)
+	}
+}
+
+// TestLearning: what a container reads before it is ready, while the image is on
+// its way, is reported to the server without anybody asking for it; with
+// --report off it is not.
+func TestLearning(t *testing.T) {
+	needContainers(t)
+	s := startServer(t, t.TempDir())
+	k := newLink(t, s.addr, 0)
+	ref := k.via(s.push("learned", "1", newImage(t, ocispec.ImageConfig{Entrypoint: []string{"/bin/busybox", "sh", "-c"}}, hostProgram(t, "git"))))
+	script := []string{"busybox cat /data/07 >/dev/null; echo up; busybox cat /data/09 >/dev/null; busybox sleep 100"}
+	run := func(flags ...string) *worker {
+		w := startWorker(t, workerRoot(t), flags...)
+		k.setRate(4 << 20)
+		r := w.run(t, append([]string{"--rm", "--probe", "stdout:^up$", "--until", "ready", ref, "--"}, script...)...)
+		if code := r.ends(); code != 0 {
+			t.Fatalf("code %d: %s", code, r.errOut.String())
+		}
+		k.setRate(0)
+		w.mustPull(ref, api.Complete)
+		return w
+	}
+	w := run("--report", "off")
+	if list := startupOf(t, w, ref); len(list) != 0 {
+		t.Fatalf("with --report off: %+v", list)
+	}
+	w.signal(syscall.SIGTERM)
+	<-w.done
+	w = run("--log-level", "debug")
+	want := append([]string{"/bin/busybox", "sh", "-c"}, script...)
+	eventually(t, "the server has the report", func() error {
+		list := startupOf(t, w, ref)
+		if len(list) != 1 || list[0].Reports != 1 {
+			return fmt.Errorf("%+v", list)
+		}
+		if l := list[0]; l.Origin != bundle.OriginLearned || l.Traces != 0 || !slices.Equal(l.Args, want) {
+			t.Fatalf("%+v", l)
+		}
+		return nil
+	})
+	out, errOut, code := command(t, "startup", "show", "--root", w.root, "--all", ref)
+	if code != 0 || !strings.Contains(out, "/data/07") || strings.Contains(out, "/data/11") {
+		t.Errorf("show: code %d, %s%s", code, out, errOut)
+	}
+	// The gate is not needed any more.
+	w.signal(syscall.SIGTERM)
+	<-w.done
+	if pids := pidsOf(t, w.root, "keeper"); len(pids) > 0 {
+		t.Errorf("keepers are left: %v", pids)
 	}
 }

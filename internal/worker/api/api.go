@@ -7,9 +7,13 @@
 //	POST   /v1/containers          ContainerRequest -> Container
 //	GET    /v1/containers          -> []Container
 //	DELETE /v1/containers/ID       -> 204 (the container must not be running)
+//	POST   /v1/containers/ID/start Start         -> 204
 //	GET    /v1/containers/ID/trace -> TraceStatus (of one that was made to be traced)
 //	POST   /v1/containers/ID/trace TraceRequest -> TraceResult
-//	GET    /v1/toc?ref=REF         -> the encoded TOC (package toc) of an image
+//	POST   /v1/toc                 AboutImage -> the encoded TOC (package toc)
+//	POST   /v1/startup             AboutImage -> bundle.StartupReport
+//	POST   /v1/startup/service     AboutImage -> bundle.ServiceReport
+//	POST   /v1/startup/forget      AboutImage -> 204
 //	POST   /v1/verify?ref=REF      -> VerifyEvents, one JSON object a line
 //	POST   /v1/gc                  GCRequest        -> GCReport
 //	GET    /v1/status              -> Status
@@ -107,6 +111,28 @@ type ContainerRequest struct {
 	Trace bool `json:"trace,omitempty"`
 }
 
+// Start is what foil run knows of a container that it started.
+type Start struct {
+	Args    []string  `json:"args"` // of its first process
+	Started time.Time `json:"started"`
+	// Probe says that there is one; Ready is when it said so, zero before.
+	Probe bool      `json:"probe,omitempty"`
+	Ready time.Time `json:"ready,omitzero"`
+}
+
+// AboutImage asks an image's server something about it. The image need not be
+// here. PlainHTTP and Credential are those of a PullRequest.
+type AboutImage struct {
+	Ref        string                 `json:"ref"`
+	Platform   string                 `json:"platform,omitempty"`
+	PlainHTTP  bool                   `json:"plain_http,omitempty"`
+	Credential credentials.Credential `json:"credential,omitzero"`
+	// Service is the ID of one; empty, to forget: all of them.
+	Service string `json:"service,omitempty"`
+	// TOC is the digest of the TOC that is wanted; empty: the one that is here.
+	TOC string `json:"toc,omitempty"`
+}
+
 // TraceStatus is how much of the image a traced container has read.
 type TraceStatus struct {
 	Pages int64     `json:"pages"` // of 4 KiB, each once
@@ -121,8 +147,10 @@ type TraceRequest struct {
 	// is left out.
 	Started time.Time `json:"started"`
 	Ready   time.Time `json:"ready"`
-	// Send sends the trace to the image's server.
-	Send bool `json:"send,omitempty"`
+	// Send sends the trace to the image's server, with the credential as for a
+	// PullRequest.
+	Send       bool                   `json:"send,omitempty"`
+	Credential credentials.Credential `json:"credential,omitzero"`
 }
 
 // TraceResult is the trace of one run.

@@ -15,6 +15,8 @@ import (
 	"path/filepath"
 	"strings"
 	"syscall"
+
+	"hydrofoil.dev/foil/internal/format/bundle"
 )
 
 // DefaultRoot is where a worker keeps everything unless told otherwise.
@@ -143,6 +145,11 @@ func (c *Client) RemoveContainer(ctx context.Context, id string) error {
 	return c.call(ctx, "DELETE", "/v1/containers/"+url.PathEscape(id), nil, nil)
 }
 
+// ContainerStarted tells the daemon of a container's start.
+func (c *Client) ContainerStarted(ctx context.Context, id string, s Start) error {
+	return c.call(ctx, "POST", "/v1/containers/"+url.PathEscape(id)+"/start", s, nil)
+}
+
 // TraceStatus says how much a traced container has read.
 func (c *Client) TraceStatus(ctx context.Context, id string) (*TraceStatus, error) {
 	v := new(TraceStatus)
@@ -162,15 +169,15 @@ func (c *Client) Trace(ctx context.Context, id string, req TraceRequest) (*Trace
 }
 
 // TOC returns the encoded table of contents of an image.
-func (c *Client) TOC(ctx context.Context, ref string) ([]byte, error) {
-	body, err := c.do(ctx, "GET", "/v1/toc?ref="+url.QueryEscape(ref), nil)
+func (c *Client) TOC(ctx context.Context, req AboutImage) ([]byte, error) {
+	body, err := c.do(ctx, "POST", "/v1/toc", req)
 	if err != nil {
 		return nil, err
 	}
 	defer body.Close()
 	b, err := io.ReadAll(body)
 	if err != nil {
-		return nil, fmt.Errorf("read the table of contents of %s: %w", ref, err)
+		return nil, fmt.Errorf("read the table of contents of %s: %w", req.Ref, err)
 	}
 	return b, nil
 }
@@ -182,6 +189,30 @@ func (c *Client) GC(ctx context.Context, req GCRequest) (*GCReport, error) {
 		return nil, err
 	}
 	return v, nil
+}
+
+// Startup returns what an image's server has of startup sets.
+func (c *Client) Startup(ctx context.Context, req AboutImage) (*bundle.StartupReport, error) {
+	v := new(bundle.StartupReport)
+	if err := c.call(ctx, "POST", "/v1/startup", req, v); err != nil {
+		return nil, err
+	}
+	return v, nil
+}
+
+// StartupService returns the startup set of one service.
+func (c *Client) StartupService(ctx context.Context, req AboutImage) (*bundle.ServiceReport, error) {
+	v := new(bundle.ServiceReport)
+	if err := c.call(ctx, "POST", "/v1/startup/service", req, v); err != nil {
+		return nil, err
+	}
+	return v, nil
+}
+
+// ForgetStartup makes an image's server forget a service, or all of them, and
+// what was learned of it.
+func (c *Client) ForgetStartup(ctx context.Context, req AboutImage) error {
+	return c.call(ctx, "POST", "/v1/startup/forget", req, nil)
 }
 
 // Status says what the daemon is doing.

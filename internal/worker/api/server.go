@@ -4,6 +4,8 @@ import (
 	"context"
 	"encoding/json"
 	"net/http"
+
+	"hydrofoil.dev/foil/internal/format/bundle"
 )
 
 // Service is what the daemon does, one method for each request. Errors that
@@ -22,13 +24,21 @@ type Service interface {
 	Containers(ctx context.Context) ([]Container, error)
 	// RemoveContainer fails with CodeConflict while the container runs.
 	RemoveContainer(ctx context.Context, id string) error
+	// ContainerStarted takes what is known of a container's start, and again when
+	// it is ready.
+	ContainerStarted(ctx context.Context, id string, s Start) error
 	// TraceStatus and Trace fail with CodeNotFound when the container was not
 	// made to be traced by this daemon.
 	TraceStatus(ctx context.Context, id string) (*TraceStatus, error)
 	Trace(ctx context.Context, id string, req TraceRequest) (*TraceResult, error)
 	// TOC returns the encoded table of contents of an image, from its server
-	// when the image is not here.
-	TOC(ctx context.Context, ref string) ([]byte, error)
+	// when it is not here.
+	TOC(ctx context.Context, req AboutImage) ([]byte, error)
+	// Startup returns what the image's server has of startup sets, Service one of
+	// them, and ForgetStartup forgets one or all.
+	Startup(ctx context.Context, req AboutImage) (*bundle.StartupReport, error)
+	StartupService(ctx context.Context, req AboutImage) (*bundle.ServiceReport, error)
+	ForgetStartup(ctx context.Context, req AboutImage) error
 	// Verify compares every local byte of an image with its digest. The last
 	// event has Done set.
 	Verify(ctx context.Context, ref string, emit func(VerifyEvent) error) error
@@ -106,6 +116,13 @@ func Handler(s Service) http.Handler {
 	mux.HandleFunc("DELETE /v1/containers/{id}", func(w http.ResponseWriter, r *http.Request) {
 		gone(w, s.RemoveContainer(r.Context(), r.PathValue("id")))
 	})
+	mux.HandleFunc("POST /v1/containers/{id}/start", func(w http.ResponseWriter, r *http.Request) {
+		req, err := decode[Start](w, r)
+		if err == nil {
+			err = s.ContainerStarted(r.Context(), r.PathValue("id"), req)
+		}
+		gone(w, err)
+	})
 	mux.HandleFunc("GET /v1/containers/{id}/trace", func(w http.ResponseWriter, r *http.Request) {
 		v, err := s.TraceStatus(r.Context(), r.PathValue("id"))
 		answer(w, http.StatusOK, v, err)
@@ -119,8 +136,25 @@ func Handler(s Service) http.Handler {
 		v, err := s.Trace(r.Context(), r.PathValue("id"), req)
 		answer(w, http.StatusOK, v, err)
 	})
-	mux.HandleFunc("GET /v1/toc", func(w http.ResponseWriter, r *http.Request) {
-		b, err := s.TOC(r.Context(), r.URL.Query().Get("ref"))
+	mux.HandleFunc("POST /v1/startup", func(w http.ResponseWriter, r *http.Request) {
+		about(w, r, s.Startup)
+	})
+	mux.HandleFunc("POST /v1/startup/service", func(w http.ResponseWriter, r *http.Request) {
+		about(w, r, s.StartupService)
+	})
+	mux.HandleFunc("POST /v1/startup/forget", func(w http.ResponseWriter, r *http.Request) {
+		req, err := decode[AboutImage](w, r)
+		if err == nil {
+			err = s.ForgetStartup(r.Context(), req)
+		}
+		gone(w, err)
+	})
+	mux.HandleFunc("POST /v1/toc", func(w http.ResponseWriter, r *http.Request) {
+		req, err := decode[AboutImage](w, r)
+		var b []byte
+		if err == nil {
+			b, err = s.TOC(r.Context(), req)
+		}
 		if err != nil {
 			WriteError(w, err)
 			return
@@ -162,6 +196,17 @@ func nonNil[T any](s []T) []T {
 		return []T{}
 	}
 	return s
+}
+
+// about answers a question about an image.
+func about[T any](w http.ResponseWriter, r *http.Request, ask func(context.Context, AboutImage) (T, error)) {
+	req, err := decode[AboutImage](w, r)
+	if err != nil {
+		WriteError(w, err)
+		return
+	}
+	v, err := ask(r.Context(), req)
+	answer(w, http.StatusOK, v, err)
 }
 
 func answer(w http.ResponseWriter, status int, v any, err error) {

@@ -187,7 +187,13 @@ func (a *Arena) agrees(off int64, data []byte) error {
 // PresentRuns returns the page runs that are present of segments which are not,
 // as runs of the TOC's contents, ascending, and at most trace.MaxRuns: what is to
 // be said in bundle.Have.Pages.
-func (a *Arena) PresentRuns() []trace.Run {
+func (a *Arena) PresentRuns() []trace.Run { return a.runs(false) }
+
+// EarlyRuns returns all page runs that were written as such, in the same way,
+// whether their segments have come since or not.
+func (a *Arena) EarlyRuns() []trace.Run { return a.runs(true) }
+
+func (a *Arena) runs(all bool) []trace.Run {
 	l := a.layout
 	a.mu.RLock()
 	defer a.mu.RUnlock()
@@ -198,7 +204,7 @@ func (a *Arena) PresentRuns() []trace.Run {
 	k := 0 // the content of the block at hand
 	blocks := int(l.Blocks())
 	for b := nextSet(a.maps.runs, 0, blocks); b < blocks; b = nextSet(a.maps.runs, b+1, blocks) {
-		if a.maps.absentIn(l, b) == 0 {
+		if !all && a.maps.absentIn(l, b) == 0 {
 			continue
 		}
 		for k+1 < len(l.contents) && l.offsets[l.contents[k+1].first] <= int64(b)*BlockSize {

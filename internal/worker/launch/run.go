@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -126,6 +127,8 @@ type run struct {
 	tracing *tracing // nil: a run that is not traced
 	args    []string // of the container's first process
 	began   time.Time
+
+	starting atomic.Bool // the container's process may run from now on
 }
 
 func (r *run) run(ctx context.Context) (code int, err error) {
@@ -145,10 +148,14 @@ func (r *run) run(ctx context.Context) (code int, err error) {
 	if err != nil {
 		return 0, notStarted(before, err)
 	}
+	noted := make(chan struct{}) // closed when the daemon knows of the start
 	defer func() {
 		err = errors.Join(err, proc.Close())
 		// One that never ran is of no use to anybody.
 		if _, never := errors.AsType[*NotStartedError](err); r.o.Remove || never {
+			if !never {
+				<-noted
+			}
 			rerr := r.Client.RemoveContainer(always, id)
 			// It may have been removed by force.
 			if e, ok := errors.AsType[*api.Error](rerr); !ok || e.Code != api.CodeNotFound {
@@ -157,10 +164,15 @@ func (r *run) run(ctx context.Context) (code int, err error) {
 		}
 	}()
 	r.began = time.Now()
+	r.starting.Store(true)
 	if err := proc.Start(before); err != nil {
 		return 0, notStarted(before, err)
 	}
 	started <- proc
+	helpers.Go(func() {
+		r.note(always, id, time.Time{})
+		close(noted)
+	})
 	r.tell(always, api.Event{Event: api.Started})
 	return r.follow(always, before, proc)
 }
@@ -205,6 +217,14 @@ func (r *run) follow(ctx, before context.Context, proc *runner.Container) (int, 
 // the rest of the image, since a signal came.
 var errLeft = errors.New("interrupted; the daemon goes on with the pull")
 
+// note tells the daemon of the container's start, or that it is ready: it learns
+// from that. That it fails is no reason to disturb anybody.
+func (r *run) note(ctx context.Context, id string, ready time.Time) {
+	ctx, cancel := context.WithTimeout(ctx, 2*time.Second)
+	defer cancel()
+	_ = r.Client.ContainerStarted(ctx, id, api.Start{Args: r.args, Started: r.began, Probe: r.o.Probe != nil, Ready: ready})
+}
+
 // reach waits until the container is ready, and for what else Until asks.
 func (r *run) reach(ctx, before context.Context, proc *runner.Container) error {
 	if r.o.Probe != nil {
@@ -216,6 +236,7 @@ func (r *run) reach(ctx, before context.Context, proc *runner.Container) error {
 		if r.tracing != nil {
 			return r.trace(ctx, proc, ready)
 		}
+		r.note(ctx, proc.ID, ready)
 	}
 	if r.tracing != nil {
 		return r.traceQuiet(ctx, proc)
@@ -282,9 +303,17 @@ func (r *run) signals(ctx context.Context, started <-chan *runner.Container, int
 			return
 		case proc = <-started:
 		case sig := <-r.o.Signals:
-			if proc == nil {
+			if proc == nil && !r.starting.Load() {
 				interrupt(ErrInterrupted)
 				continue
+			}
+			// The process may run already, though nobody has said so yet.
+			if proc == nil {
+				select {
+				case <-ctx.Done():
+					return
+				case proc = <-started:
+				}
 			}
 			select {
 			case <-proc.Done():

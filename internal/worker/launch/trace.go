@@ -63,7 +63,7 @@ func (w *Worker) Trace(ctx context.Context, o Options, t TraceOptions) (*api.Tra
 
 // trace takes the trace of a container that was ready at that time.
 func (r *run) trace(ctx context.Context, proc *runner.Container, ready time.Time) (err error) {
-	req := api.TraceRequest{Args: r.args, Started: r.began, Ready: ready, Send: r.tracing.Send}
+	req := api.TraceRequest{Args: r.args, Started: r.began, Ready: ready, Send: r.tracing.Send, Credential: r.o.Pull.Credential}
 	r.tracing.result, err = r.Client.Trace(ctx, proc.ID, req)
 	return err
 }

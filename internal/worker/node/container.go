@@ -102,6 +102,9 @@ func (n *Node) CreateContainer(ctx context.Context, req api.ContainerRequest) (_
 	}
 	n.containers[req.ID] = c // holds the image from here on
 	n.touch(img)
+	if !req.Trace {
+		r.learning.created(req.ID)
+	}
 	n.mu.Unlock()
 
 	defer func() {
@@ -114,6 +117,7 @@ func (n *Node) CreateContainer(ctx context.Context, req api.ContainerRequest) (_
 		c.busy = false
 		if err != nil {
 			delete(n.containers, req.ID)
+			r.learning.removed(req.ID)
 		}
 		n.mu.Unlock()
 		if err != nil {
@@ -230,6 +234,9 @@ func (n *Node) RemoveContainer(ctx context.Context, id string) error {
 		delete(n.containers, id)
 		if img := n.images[c.Ref]; img != nil {
 			n.touch(img)
+		}
+		if r := n.rootfs[c.ChainID]; r != nil {
+			r.learning.removed(id)
 		}
 	}
 	n.mu.Unlock()

@@ -79,6 +79,11 @@ type Options struct {
 	// DiskLimit is how much images may take before those that nothing uses are
 	// evicted; none when zero. See StartEviction.
 	DiskLimit Limit
+	// NoReports keeps the daemon from telling servers what containers read until
+	// they were ready; ReportSample is which share of starts it tells of, 0
+	// means 1.
+	NoReports    bool
+	ReportSample float64
 
 	earlyFor time.Duration // the constant of that name when 0
 

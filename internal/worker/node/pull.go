@@ -640,12 +640,36 @@ func (n *Node) finish(ctx context.Context, r *rootfs) error {
 	n.mu.Lock()
 	r.rec.Complete = true
 	n.mu.Unlock()
+	n.mu.Lock()
+	learning := r.learning
+	n.mu.Unlock()
+	if learning.underway() {
+		// Only the gate sees what it reads.
+		n.work.Go(func() {
+			<-learning.done
+			n.layout.Lock()
+			n.mu.Lock()
+			here := n.rootfs[r.rec.ChainID] == r && r.arena != nil
+			n.mu.Unlock()
+			if here {
+				n.release(r)
+			}
+			n.layout.Unlock()
+			n.passGate()
+		})
+		return nil
+	}
+	n.release(r)
+	n.passGate()
+	return nil
+}
+
+// release takes a complete rootfs from behind the gate.
+func (n *Node) release(r *rootfs) {
 	if err := n.retire(r); err != nil {
 		// It is complete all the same, and every read of it is allowed.
 		n.log.Warn("take a complete arena from behind the gate; reads of it go through the daemon until it is restarted", "rootfs", r.rec.ChainID, "error", err)
 	}
-	n.passGate()
-	return nil
 }
 
 // retire takes a complete arena from behind the gate. It is closed when nobody

@@ -65,8 +65,11 @@ type rootfs struct {
 	mounted   bool
 	gated     bool  // its mount reads by files of the gate: see gated.go
 	filling   *pull // that fills it now
-	users     int   // pulls and others that use it; it is not removed while there are any
-	broken    error // why nothing may be served from it
+
+	// learning notices what the first container on it reads; nil: nothing does.
+	learning *learner
+	users    int   // pulls and others that use it; it is not removed while there are any
+	broken   error // why nothing may be served from it
 }
 
 // isReady reports whether nobody is making its first mount.
@@ -318,7 +321,7 @@ func (n *Node) createRootfs(chain digest.Digest, encoded []byte, t *toc.TOC, p *
 	}
 	n.at("arena")
 	// Before anything opens it for reading.
-	if err := n.gate.Guard(r.name(), r.arena.File(), &backing{n: n, r: r, arena: r.arena}); err != nil {
+	if err := n.gate.Guard(r.name(), r.arena.File(), &backing{n: n, r: r, arena: r.arena, learn: n.learn(r, p)}); err != nil {
 		return nil, nil, err
 	}
 	n.at("guarded")
@@ -529,6 +532,7 @@ func (n *Node) discard(r *rootfs) {
 		}
 	}
 	n.at("discarding")
+	r.learning.stop()
 	if r.arena != nil {
 		if err := n.gate.Release(r.name()); err != nil {
 			n.log.Debug("release a discarded arena", "rootfs", r.rec.ChainID, "error", err)
@@ -550,9 +554,16 @@ type backing struct {
 	n     *Node
 	r     *rootfs
 	arena *arena.Arena
+	learn *learner // nil: nobody wants to know what is read
 }
 
-func (b *backing) Present(off, n int64) bool { return b.arena.Present(off, n) }
+func (b *backing) Present(off, n int64) bool {
+	present := b.arena.Present(off, n)
+	if b.learn != nil {
+		b.learn.read(off, n, !present)
+	}
+	return present
+}
 
 func (b *backing) Need(ctx context.Context, off, n int64) error {
 	b.n.mu.Lock()

@@ -16,6 +16,7 @@ import (
 	"hydrofoil.dev/foil/internal/format/trace"
 	"hydrofoil.dev/foil/internal/kernel"
 	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/credentials"
 	"hydrofoil.dev/foil/internal/worker/fetch"
 	"hydrofoil.dev/foil/internal/worker/gate"
 	"hydrofoil.dev/foil/internal/worker/launch"
@@ -179,7 +180,7 @@ func (n *Node) Trace(ctx context.Context, id string, req api.TraceRequest) (*api
 		return nil, errorf(api.CodeUnsupported, "the trace of container %s is too large: %d bytes, at most %d", id, len(res.Trace), trace.MaxEncoded)
 	}
 	if req.Send {
-		if err := n.sendTrace(ctx, c.Ref, c.Digest, res.Trace); err != nil {
+		if err := n.sendTrace(ctx, n.again(c.Ref, req.Credential), c.Digest, res.Trace); err != nil {
 			res.SendError = asError(err).Message
 		} else {
 			res.Sent = true
@@ -234,8 +235,8 @@ func (p *places) touch(dst []trace.Touch, r recorder.Read, at time.Duration) []t
 }
 
 // sendTrace sends an encoded trace to the server of an image.
-func (n *Node) sendTrace(ctx context.Context, name, manifest string, encoded []byte) error {
-	return n.atServer(ctx, name, manifest, func(c *fetch.Client, query url.Values) error {
+func (n *Node) sendTrace(ctx context.Context, req api.PullRequest, manifest string, encoded []byte) error {
+	return n.atServer(ctx, req, manifest, func(c *fetch.Client, query url.Values) error {
 		return c.Send(ctx, bundle.TracePath, query, bundle.MediaTypeTrace, encoded)
 	})
 }
@@ -243,18 +244,14 @@ func (n *Node) sendTrace(ctx context.Context, name, manifest string, encoded []b
 // atServer calls fn for the hosts of an image's registry, with the query that
 // names the image, until one knows the path. A manifest's digest takes the place
 // of the tag.
-func (n *Node) atServer(ctx context.Context, name, manifest string, fn func(c *fetch.Client, query url.Values) error) error {
-	r, err := parseRef(name)
+func (n *Node) atServer(ctx context.Context, req api.PullRequest, manifest string, fn func(c *fetch.Client, query url.Values) error) error {
+	r, err := parseRef(req.Ref)
 	if err != nil {
 		return err
 	}
 	if manifest != "" {
 		r.reference = manifest
 	}
-	n.mu.Lock()
-	img := n.images[r.name]
-	req := api.PullRequest{Ref: r.name, PlainHTTP: img != nil && img.Plain}
-	n.mu.Unlock()
 	ask, err := n.hosts.For(ctx, n.want(r, req))
 	if err != nil {
 		return errorf(api.CodeInvalid, "%s: %w", r, err)
@@ -269,17 +266,10 @@ func (n *Node) atServer(ctx context.Context, name, manifest string, fn func(c *f
 	return err
 }
 
-// TOC returns the encoded TOC of an image that is here.
-func (n *Node) TOC(ctx context.Context, name string) ([]byte, error) {
-	leave, err := n.enter()
-	if err != nil {
-		return nil, err
-	}
-	defer leave()
-	r, release, err := n.lookup(name)
-	if err != nil {
-		return nil, err
-	}
-	defer release()
-	return os.ReadFile(r.path("toc"))
+// again is how an image is asked for that may be here.
+func (n *Node) again(name string, credential credentials.Credential) api.PullRequest {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	img := n.images[name]
+	return api.PullRequest{Ref: name, PlainHTTP: img != nil && img.Plain, Credential: credential}
 }

@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 
+	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/worker/api"
 )
 
@@ -20,9 +21,13 @@ type Funcs struct {
 	CreateContainer_ func(ctx context.Context, req api.ContainerRequest) (*api.Container, error)
 	Containers_      func(ctx context.Context) ([]api.Container, error)
 	RemoveContainer_ func(ctx context.Context, id string) error
+	Started_         func(ctx context.Context, id string, s api.Start) error
 	TraceStatus_     func(ctx context.Context, id string) (*api.TraceStatus, error)
 	Trace_           func(ctx context.Context, id string, req api.TraceRequest) (*api.TraceResult, error)
-	TOC_             func(ctx context.Context, ref string) ([]byte, error)
+	TOC_             func(ctx context.Context, req api.AboutImage) ([]byte, error)
+	Startup_         func(ctx context.Context, req api.AboutImage) (*bundle.StartupReport, error)
+	StartupService_  func(ctx context.Context, req api.AboutImage) (*bundle.ServiceReport, error)
+	ForgetStartup_   func(ctx context.Context, req api.AboutImage) error
 	Verify_          func(ctx context.Context, ref string, emit func(api.VerifyEvent) error) error
 	GC_              func(ctx context.Context, req api.GCRequest) (*api.GCReport, error)
 	Status_          func(ctx context.Context) (*api.Status, error)
@@ -76,6 +81,14 @@ func (f Funcs) RemoveContainer(ctx context.Context, id string) error {
 	return f.RemoveContainer_(ctx, id)
 }
 
+// ContainerStarted is of no consequence where nobody cares.
+func (f Funcs) ContainerStarted(ctx context.Context, id string, s api.Start) error {
+	if f.Started_ == nil {
+		return nil
+	}
+	return f.Started_(ctx, id, s)
+}
+
 func (f Funcs) TraceStatus(ctx context.Context, id string) (*api.TraceStatus, error) {
 	if f.TraceStatus_ == nil {
 		return nil, unsupported("trace containers")
@@ -90,11 +103,32 @@ func (f Funcs) Trace(ctx context.Context, id string, req api.TraceRequest) (*api
 	return f.Trace_(ctx, id, req)
 }
 
-func (f Funcs) TOC(ctx context.Context, ref string) ([]byte, error) {
+func (f Funcs) TOC(ctx context.Context, req api.AboutImage) ([]byte, error) {
 	if f.TOC_ == nil {
 		return nil, unsupported("give tables of contents")
 	}
-	return f.TOC_(ctx, ref)
+	return f.TOC_(ctx, req)
+}
+
+func (f Funcs) Startup(ctx context.Context, req api.AboutImage) (*bundle.StartupReport, error) {
+	if f.Startup_ == nil {
+		return nil, unsupported("know startup sets")
+	}
+	return f.Startup_(ctx, req)
+}
+
+func (f Funcs) StartupService(ctx context.Context, req api.AboutImage) (*bundle.ServiceReport, error) {
+	if f.StartupService_ == nil {
+		return nil, unsupported("know startup sets")
+	}
+	return f.StartupService_(ctx, req)
+}
+
+func (f Funcs) ForgetStartup(ctx context.Context, req api.AboutImage) error {
+	if f.ForgetStartup_ == nil {
+		return unsupported("forget startup sets")
+	}
+	return f.ForgetStartup_(ctx, req)
 }
 
 func (f Funcs) Verify(ctx context.Context, ref string, emit func(api.VerifyEvent) error) error {
