@@ -120,6 +120,7 @@ func All() []Engine {
 		&Containerd{Snapshotter: "erofs"},
 		&Stargz{},
 		&SOCI{},
+		&Starlight{},
 		&Curl{},
 	}
 }

@@ -64,9 +64,20 @@ func layerBytes(ctx context.Context, s *site.Site, ref string) (n int64, err err
 	if err != nil {
 		return 0, err
 	}
-	var manifest v1.Manifest
+	var manifest struct {
+		v1.Manifest
+		Manifests []v1.Descriptor `json:"manifests"` // of an index
+	}
 	if err := json.Unmarshal([]byte(out), &manifest); err != nil {
 		return 0, fmt.Errorf("bench: manifest of %s: %w", ref, err)
+	}
+	for _, m := range manifest.Manifests {
+		name := ref[:strings.LastIndexByte(ref, ':')]
+		below, err := layerBytes(ctx, s, name+"@"+m.Digest.String())
+		if err != nil {
+			return 0, err
+		}
+		n += below
 	}
 	for _, layer := range manifest.Layers {
 		n += layer.Size

@@ -10,8 +10,8 @@ package workloads
 import (
 	"bytes"
 	"context"
-	"encoding/csv"
 	"fmt"
+	"io"
 	"os/exec"
 	"regexp"
 	"strconv"
@@ -27,9 +27,17 @@ type Load struct {
 	Time    time.Duration `json:"time_ns"` // how long the tool ran
 	Rate    float64       `json:"rate"`    // operations a second
 	Average time.Duration `json:"average_ns,omitempty"`
-	P99     time.Duration `json:"p99_ns,omitempty"`
+	P99     time.Duration `json:"p99_ns,omitempty"` // of the worst command or second, if the tool tells
 	Max     time.Duration `json:"max_ns,omitempty"`
+	Seconds []Second      `json:"seconds,omitempty"` // one after the other, as far as the tool tells
 	Err     string        `json:"error,omitempty"`
+}
+
+// Second is what a server did in one second, or in what the tool takes for one.
+type Second struct {
+	End     time.Duration `json:"end_ns"` // since the load began
+	Rate    float64       `json:"rate"`
+	Average time.Duration `json:"average_ns"`
 }
 
 // kind is one tool.
@@ -37,6 +45,9 @@ type kind struct {
 	tool  string
 	args  func(period time.Duration, port string) []string // the program first
 	parse func(out []byte) (Load, error)
+	// progress reads a line that the tool writes while it runs; nil if it writes
+	// none, and is run for one second after the other instead.
+	progress func(line []byte) (rate float64, average time.Duration, ok bool)
 }
 
 // For is the load for an image, by its name and probe; nil if there is none.
@@ -62,19 +73,7 @@ func For(image, probe string) func(ctx context.Context, l *link.Link, period tim
 		// A tool that waits for a server without end is ended.
 		ctx, cancel := context.WithTimeout(ctx, 10*period+20*time.Second)
 		defer cancel()
-		args := k.args(period, port)
-		cmd := l.Command(ctx, link.Edge, args[0], args[1:]...)
-		var stdout, stderr bytes.Buffer
-		cmd.Stdout, cmd.Stderr = &stdout, &stderr
-		cmd.WaitDelay = time.Second
-		err := cmd.Run()
-		if err != nil {
-			err = fmt.Errorf("%w: %s", err, bytes.TrimSpace(stderr.Bytes()))
-		}
-		var load Load
-		if err == nil {
-			load, err = k.parse(stdout.Bytes())
-		}
+		load, err := k.run(ctx, l, period, port)
 		load.Tool, load.Time = k.tool, time.Since(began)
 		if err != nil {
 			load.Err = err.Error()
@@ -83,55 +82,162 @@ func For(image, probe string) func(ctx context.Context, l *link.Link, period tim
 	}
 }
 
+func (k kind) run(ctx context.Context, l *link.Link, period time.Duration, port string) (load Load, err error) {
+	if k.progress != nil {
+		out := &lines{began: time.Now(), read: k.progress}
+		err := command(ctx, l, k.args(period, port), out)
+		if err == nil {
+			load, err = k.parse(out.text.Bytes())
+		}
+		load.Seconds = bySecond(out.samples)
+		return load, err
+	}
+	began := time.Now()
+	for range seconds(period) {
+		var out bytes.Buffer
+		if err := command(ctx, l, k.args(time.Second, port), &out); err != nil {
+			return load, err
+		}
+		one, err := k.parse(out.Bytes())
+		if err != nil {
+			return load, err
+		}
+		load.Seconds = append(load.Seconds, Second{time.Since(began), one.Rate, one.Average})
+		load.P99, load.Max = max(load.P99, one.P99), max(load.Max, one.Max)
+	}
+	load.Rate, load.Average = mean(load.Seconds)
+	return load, nil
+}
+
+// command runs a tool at the edge; both its outputs go to out.
+func command(ctx context.Context, l *link.Link, args []string, out io.Writer) error {
+	cmd := l.Command(ctx, link.Edge, args[0], args[1:]...)
+	var said bytes.Buffer
+	both := io.MultiWriter(out, &said)
+	cmd.Stdout, cmd.Stderr = both, both
+	cmd.WaitDelay = time.Second
+	if err := cmd.Run(); err != nil {
+		text := bytes.TrimSpace(said.Bytes())
+		return fmt.Errorf("%w: %s", err, text[max(0, len(text)-500):])
+	}
+	return nil
+}
+
+// lines takes what a tool writes, and notes when it reports progress. Tools end
+// such lines by a carriage return.
+type lines struct {
+	began   time.Time
+	read    func(line []byte) (rate float64, average time.Duration, ok bool)
+	text    bytes.Buffer
+	rest    []byte // of a line that has not ended
+	samples []Second
+}
+
+func (w *lines) Write(b []byte) (int, error) {
+	w.text.Write(b)
+	w.rest = append(w.rest, b...)
+	for {
+		i := bytes.IndexAny(w.rest, "\r\n")
+		if i < 0 {
+			return len(b), nil
+		}
+		if rate, average, ok := w.read(w.rest[:i]); ok {
+			w.samples = append(w.samples, Second{time.Since(w.began), rate, average})
+		}
+		w.rest = w.rest[i+1:]
+	}
+}
+
+// bySecond makes one of the samples of each second.
+func bySecond(samples []Second) (all []Second) {
+	for len(samples) > 0 {
+		n := 1
+		for n < len(samples) && samples[n].End/time.Second == samples[0].End/time.Second {
+			n++
+		}
+		one := Second{End: samples[n-1].End}
+		one.Rate, one.Average = mean(samples[:n])
+		all, samples = append(all, one), samples[n:]
+	}
+	return all
+}
+
+// mean is the rate over some samples of equal length, and the average latency of
+// what was done in them.
+func mean(samples []Second) (rate float64, average time.Duration) {
+	var done, waited float64
+	for _, s := range samples {
+		done += s.Rate
+		waited += s.Rate * float64(s.Average)
+	}
+	if done == 0 {
+		return 0, 0
+	}
+	return done / float64(len(samples)), time.Duration(waited / done)
+}
+
 // redis-benchmark counts requests, not seconds: some 20,000 a second, as one
 // core does under its fifty clients, come near to the period.
 var redis = kind{
 	tool: "redis-benchmark",
 	args: func(period time.Duration, port string) []string {
-		return []string{"redis-benchmark", "-h", "127.0.0.1", "-p", port, "-t", "set,get", "-n", strconv.Itoa(int(10000 * period.Seconds())), "-r", "100000", "-d", "100", "--csv"}
+		return []string{"redis-benchmark", "-h", "127.0.0.1", "-p", port, "-t", "set,get", "-n", strconv.Itoa(int(10000 * period.Seconds())), "-r", "100000", "-d", "100"}
 	},
-	parse: parseRedis,
+	parse:    parseRedis,
+	progress: redisProgress,
 }
 
-// parseRedis reads the table of --csv, one line a command: "test", "rps" and
-// latencies in milliseconds.
+var (
+	redisRate    = regexp.MustCompile(`throughput summary: ([0-9.]+) requests per second`)
+	redisLatency = regexp.MustCompile(`latency summary \(msec\):\s+avg\s+min\s+p50\s+p95\s+p99\s+max\s+([0-9.]+)\s+\S+\s+\S+\s+\S+\s+([0-9.]+)\s+([0-9.]+)`)
+	redisNow     = regexp.MustCompile(`rps=([0-9.]+) \(overall: \S+\) avg_msec=([0-9.]+)`)
+)
+
+// parseRedis reads the summaries, one a command.
 func parseRedis(out []byte) (l Load, err error) {
-	r := csv.NewReader(bytes.NewReader(out))
-	r.FieldsPerRecord = -1
-	rows, err := r.ReadAll()
-	if err != nil {
-		return l, fmt.Errorf("redis-benchmark's table: %w", err)
+	rates, latencies := redisRate.FindAllSubmatch(out, -1), redisLatency.FindAllSubmatch(out, -1)
+	if len(rates) == 0 || len(rates) != len(latencies) {
+		return l, fmt.Errorf("redis-benchmark said %q", out[max(0, len(out)-500):])
 	}
-	if len(rows) < 2 {
-		return l, fmt.Errorf("redis-benchmark said %q", out)
-	}
-	n := 0
-	for _, row := range rows[1:] {
-		if len(row) != len(rows[0]) {
-			continue
+	for i := range rates {
+		values, err := numbers(rates[i][1], latencies[i][1], latencies[i][2], latencies[i][3])
+		if err != nil {
+			return l, fmt.Errorf("redis-benchmark: %w", err)
 		}
-		var values [4]float64
-		for i, name := range rows[0] {
-			for j, want := range []string{"rps", "avg_latency_ms", "p99_latency_ms", "max_latency_ms"} {
-				if name == want {
-					if values[j], err = strconv.ParseFloat(row[i], 64); err != nil {
-						return l, fmt.Errorf("redis-benchmark's %s: %w", name, err)
-					}
-				}
-			}
-		}
-		n++
 		l.Rate += values[0]
 		l.Average += milliseconds(values[1])
 		l.P99 = max(l.P99, milliseconds(values[2]))
 		l.Max = max(l.Max, milliseconds(values[3]))
 	}
-	if n == 0 {
-		return l, fmt.Errorf("redis-benchmark's table has no rows: %q", out)
-	}
-	l.Rate /= float64(n)
-	l.Average /= time.Duration(n)
+	l.Rate /= float64(len(rates))
+	l.Average /= time.Duration(len(rates))
 	return l, nil
+}
+
+// redisProgress reads what redis-benchmark writes four times a second.
+func redisProgress(line []byte) (float64, time.Duration, bool) { return progress(redisNow, line) }
+
+func progress(form *regexp.Regexp, line []byte) (rate float64, average time.Duration, ok bool) {
+	found := form.FindSubmatch(line)
+	if found == nil {
+		return 0, 0, false
+	}
+	values, err := numbers(found[1], found[2])
+	if err != nil {
+		return 0, 0, false
+	}
+	return values[0], milliseconds(values[1]), true
+}
+
+func numbers(texts ...[]byte) (values []float64, err error) {
+	for _, text := range texts {
+		value, err := strconv.ParseFloat(string(text), 64)
+		if err != nil {
+			return nil, err
+		}
+		values = append(values, value)
+	}
+	return values, nil
 }
 
 // seconds are whole ones, at least one, as most tools want them.
@@ -144,14 +250,16 @@ var postgres = kind{
 	tool: "pgbench",
 	args: func(period time.Duration, port string) []string {
 		at := "-h 127.0.0.1 -p " + port + " -U postgres"
-		return []string{"sh", "-c", fmt.Sprintf("pgbench %s -i -q postgres >&2 && pgbench %s -S -n -c 4 -T %d postgres", at, at, seconds(period))}
+		return []string{"sh", "-c", fmt.Sprintf("pgbench %s -i -q postgres >&2 && pgbench %s -S -n -c 4 -P 1 -T %d postgres", at, at, seconds(period))}
 	},
-	parse: parsePgbench,
+	parse:    parsePgbench,
+	progress: func(line []byte) (float64, time.Duration, bool) { return progress(pgNow, line) },
 }
 
 var (
 	pgTPS     = regexp.MustCompile(`tps = ([0-9.]+)`)
 	pgLatency = regexp.MustCompile(`latency average = ([0-9.]+) ms`)
+	pgNow     = regexp.MustCompile(`^progress: [0-9.]+ s, ([0-9.]+) tps, lat ([0-9.]+) ms`)
 )
 
 // parsePgbench reads what pgbench says at its end.
@@ -168,6 +276,7 @@ func parsePgbench(out []byte) (l Load, err error) {
 	return l, err
 }
 
+// wrk tells nothing before its end.
 var web = kind{
 	tool: "wrk",
 	args: func(period time.Duration, port string) []string {
