@@ -22,6 +22,8 @@ import (
 
 	"hydrofoil.dev/foil/bench/engines"
 	"hydrofoil.dev/foil/bench/results"
+	"hydrofoil.dev/foil/bench/stats"
+	"hydrofoil.dev/foil/bench/workloads"
 )
 
 // figure is one drawing.
@@ -179,11 +181,14 @@ func drawLines(f figure, x, y string, lines []line) (figure, error) {
 	return render(f, p)
 }
 
-// marks are ticks where something was measured.
-func marks(lines []line) plot.ConstantTicks {
+// marks are ticks where something was measured, if that was at whole numbers.
+func marks(lines []line) plot.Ticker {
 	var ticks plot.ConstantTicks
 	for _, l := range lines {
 		for _, pt := range l.points {
+			if pt.x != math.Trunc(pt.x) {
+				return majors{}
+			}
 			known := slices.ContainsFunc(ticks, func(t plot.Tick) bool { return t.Value == pt.x })
 			if !known {
 				ticks = append(ticks, plot.Tick{Value: pt.x, Label: fmt.Sprintf("%g", pt.x)})
@@ -273,8 +278,8 @@ func (m *model) withFloor() []string { return append(append([]string(nil), m.eng
 
 // sections are all figures.
 func (m *model) sections() (all []section, err error) {
-	for _, rate := range m.Matrix.Rates {
-		for _, build := range []func(int64) (section, error){m.means, m.speedups, m.byImage, m.bytes, m.timelines} {
+	for _, rate := range m.rates {
+		for _, build := range []func(int64) (section, error){m.means, m.speedups, m.byImage, m.bytes, m.timelines, m.loads} {
 			s, err := build(rate)
 			if err != nil {
 				return nil, err
@@ -468,13 +473,17 @@ func (m *model) timelines(rate int64) (s section, err error) {
 				}
 				end := max(r.Marks[engines.Quiet].Time, r.Marks[engines.Ready].Time)
 				var xys plotter.XYs
-				for _, pt := range r.Timeline {
-					if pt.Time <= end+100*time.Millisecond {
+				for i, pt := range r.Timeline {
+					if i == 0 || pt.Time <= end+100*time.Millisecond {
 						xys = append(xys, plotter.XY{X: pt.Time.Seconds(), Y: megabytes(pt.Down)})
 						if pt.Time.Seconds() <= limit {
 							top = max(top, megabytes(pt.Down))
 						}
 					}
+				}
+				// The line is silent from its last point on.
+				if final := xys[len(xys)-1]; final.X < end.Seconds() {
+					xys = append(xys, plotter.XY{X: end.Seconds(), Y: final.Y})
 				}
 				l, err := plotter.NewLine(xys)
 				if err != nil {
@@ -509,6 +518,55 @@ func (m *model) timelines(rate int64) (s section, err error) {
 				return s, err
 			}
 			s.Figures = append(s.Figures, f)
+		}
+	}
+	return s, nil
+}
+
+// loads are what servers did under load, second by second.
+func (m *model) loads(rate int64) (s section, err error) {
+	rtt := m.typicalRTT()
+	s = section{
+		ID: fmt.Sprintf("loads-%s", rateName(rate)), Title: fmt.Sprintf("Under load just after ready, %s, %d ms", rateText(rate), rtt.Milliseconds()),
+		Text: "What a server did in each second since it was ready, while the rest of its image may still have been arriving, in the run whose time to ready is the median. The load comes from the worker itself.",
+	}
+	for _, image := range m.Matrix.Images {
+		for _, kind := range m.kinds() {
+			for _, what := range []struct {
+				name, axis string
+				of         func(second workloads.Second) float64
+			}{
+				{"throughput", "operations a second", func(second workloads.Second) float64 { return second.Rate }},
+				{"latency", "average latency (ms)", func(second workloads.Second) float64 { return float64(second.Average) / 1e6 }},
+			} {
+				var lines []line
+				var tool string
+				for _, e := range m.engines {
+					r, ok := m.middle(cell{e, image, kind, rtt, rate})
+					if !ok || r.Load == nil || len(r.Load.Seconds) < 2 {
+						continue
+					}
+					tool = r.Load.Tool
+					l := line{engine: e}
+					for _, second := range r.Load.Seconds {
+						y := what.of(second)
+						l.points = append(l.points, point{second.End.Seconds(), y, stats.Interval{Low: y, High: y}})
+					}
+					lines = append(lines, l)
+				}
+				if len(lines) == 0 {
+					continue
+				}
+				f := figure{
+					File:    fmt.Sprintf("load-%s-%s-%s-%s", what.name, image, kind, rateName(rate)),
+					Title:   fmt.Sprintf("%s, %s: %s", image, kind, what.name),
+					Caption: "By " + tool + ".",
+				}
+				if f, err = drawLines(f, "time since ready (s)", what.axis, lines); err != nil {
+					return s, err
+				}
+				s.Figures = append(s.Figures, f)
+			}
 		}
 	}
 	return s, nil

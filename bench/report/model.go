@@ -29,7 +29,7 @@ const baseline = "overlayfs"
 
 // labels are what figures call engines.
 var labels = map[string]string{
-	"hydrofoil": "Hydrofoil", "overlayfs": "containerd", "erofs": "containerd erofs", "stargz": "stargz",
+	"hydrofoil": "Hydrofoil", "overlayfs": "containerd", "erofs": "containerd erofs", "stargz": "stargz", "soci": "SOCI", "starlight": "Starlight",
 	"curl": "curl (layers)", "floor": "floor T*",
 }
 
@@ -51,6 +51,7 @@ type model struct {
 	images map[string][]results.Image // by name without tag, its versions
 	// engines that have runs, in the order of the matrix.
 	engines []string
+	rates   []int64 // of the matrix, and then those of single images
 }
 
 func newModel(all results.Everything) *model {
@@ -75,6 +76,14 @@ func newModel(all results.Everything) *model {
 		m.images[name] = append(m.images[name], im)
 	}
 	slices.Sort(m.Matrix.RTTs)
+	m.rates = slices.Clone(all.Matrix.Rates)
+	for _, image := range all.Matrix.Images {
+		for _, rate := range all.Matrix.ImageRates[image] {
+			if !slices.Contains(m.rates, rate) {
+				m.rates = append(m.rates, rate)
+			}
+		}
+	}
 	return m
 }
 

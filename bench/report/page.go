@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"html/template"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -62,7 +63,7 @@ func Render(all results.Everything) (html []byte, figures map[string][]byte, err
 	if v.Sections, err = m.sections(); err != nil {
 		return nil, nil, err
 	}
-	for _, rate := range m.Matrix.Rates {
+	for _, rate := range m.rates {
 		v.Breakdowns = append(v.Breakdowns, m.breakdowns(rate)...)
 	}
 	figures = map[string][]byte{}
@@ -110,7 +111,16 @@ func (v *view) Settings() string {
 	for _, rate := range v.Matrix.Rates {
 		rates = append(rates, rateText(rate))
 	}
-	return fmt.Sprintf("%s, RTT %s ms, %d runs, page caches dropped, fresh workers", strings.Join(rates, " and "), strings.Join(rtts, ", "), v.Matrix.Runs)
+	for _, image := range slices.Sorted(maps.Keys(v.Matrix.ImageRates)) {
+		for _, rate := range v.Matrix.ImageRates[image] {
+			rates = append(rates, image+" "+rateText(rate))
+		}
+	}
+	runs := "1 run"
+	if v.Matrix.Runs != 1 {
+		runs = fmt.Sprintf("%d runs", v.Matrix.Runs)
+	}
+	return fmt.Sprintf("%s, RTT %s ms, %s, page caches dropped, fresh workers", strings.Join(rates, " and "), strings.Join(rtts, ", "), runs)
 }
 
 func (v *view) Began() string { return v.Matrix.Began.Format("2 January 2006, 15:04 MST") }

@@ -61,7 +61,7 @@ func made() results.Everything {
 						r.CPU, r.Memory, r.Disk = time.Second, 40e6, 100e6
 						if engine == "hydrofoil" {
 							r.Waits, r.Waited, r.ArenaReady = 7, 300*time.Millisecond, 15e6
-							r.Load = &workloads.Load{Tool: "redis-benchmark", Rate: 20000, P99: 2 * time.Millisecond}
+							r.Load = &workloads.Load{Tool: "redis-benchmark", Rate: 20000, P99: 2 * time.Millisecond, Seconds: []workloads.Second{{End: time.Second, Rate: 15000, Average: time.Millisecond}, {End: 2 * time.Second, Rate: 25000, Average: 500 * time.Microsecond}}}
 						}
 						all.Runs = append(all.Runs, r)
 					}
