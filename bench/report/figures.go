@@ -176,6 +176,9 @@ func drawLines(f figure, x, y string, lines []line) (figure, error) {
 		p.Legend.Add(label(l.engine), drawn)
 	}
 	p.X.Tick.Marker = marks(lines)
+	if _, even := p.X.Tick.Marker.(majors); even {
+		p.X.Min = 0
+	}
 	p.Legend.Top, p.Legend.Left = true, true
 	p.Y.Max = top * (1.12 + 0.085*float64(len(lines)))
 	return render(f, p)
