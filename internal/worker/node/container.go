@@ -304,8 +304,11 @@ func (n *Node) loadContainers() error {
 				n.warn("remove what is left of container %s: %v", e.Name(), err)
 			}
 			continue
-		case err == nil && c.Version != containerVersion:
-			err = fmt.Errorf("version %d, this foil reads %d", c.Version, containerVersion)
+		case err == nil:
+			err = checkVersion(filepath.Join(path, "container.json"), c.Version, containerVersion)
+		}
+		if newer := (*newerError)(nil); errors.As(err, &newer) {
+			return errorf(api.CodeUnsupported, "%w", err)
 		}
 		if err != nil {
 			n.warn("the record of container %s cannot be used: %v; it is left as it is in %s", e.Name(), err, path)

@@ -3,6 +3,7 @@ package node
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net/http"
 	"syscall"
 
@@ -50,6 +51,29 @@ func asError(err error) *api.Error {
 		}
 	}
 	return api.AsError(err)
+}
+
+// newerError says that an earlier daemon of this root was a newer foil. Nothing
+// of it is touched.
+type newerError struct {
+	path           string
+	version, reads int
+}
+
+func (e *newerError) Error() string {
+	return fmt.Sprintf("%s was written by a newer foil (version %d, this one reads up to %d): start that foil again, or give this one another --root and pull the images there", e.path, e.version, e.reads)
+}
+
+// checkVersion fails unless a record of a version can be read here. Records of
+// older versions are brought up to date by who reads them.
+func checkVersion(path string, version, reads int) error {
+	switch {
+	case version > reads:
+		return &newerError{path, version, reads}
+	case version < 1:
+		return fmt.Errorf("version %d, this foil reads 1 to %d", version, reads)
+	}
+	return nil
 }
 
 // gateError says of an error that there is no gate what that means.

@@ -12,6 +12,8 @@ import (
 	"time"
 
 	"github.com/opencontainers/go-digest"
+
+	"hydrofoil.dev/foil/internal/worker/api"
 )
 
 // image is what the worker remembers of one reference: a file
@@ -71,6 +73,9 @@ func (n *Node) loadImages() (map[string]*image, error) {
 		if err == nil && n.imagePath(img.Ref) != path {
 			err = fmt.Errorf("it is the record of %s", img.Ref)
 		}
+		if newer := (*newerError)(nil); errors.As(err, &newer) {
+			return nil, errorf(api.CodeUnsupported, "%w", err)
+		}
 		if err != nil {
 			n.warn("image record %s cannot be used (%v); it was set aside as %s.bad: pull the image again", path, err, e.Name())
 			_ = os.Rename(path, path+".bad")
@@ -93,8 +98,8 @@ func loadImage(path string) (*image, error) {
 	if fi, err := os.Stat(path); err == nil {
 		img.used = fi.ModTime()
 	}
-	if img.Version != imageVersion {
-		return nil, fmt.Errorf("version %d, this foil reads %d", img.Version, imageVersion)
+	if err := checkVersion(path, img.Version, imageVersion); err != nil {
+		return nil, err
 	}
 	return img, errors.Join(img.Digest.Validate(), img.ChainID.Validate())
 }

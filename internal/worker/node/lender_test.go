@@ -4,13 +4,13 @@ import (
 	"bytes"
 	"fmt"
 	"maps"
+	"math/rand/v2"
 	"os"
 	"path/filepath"
 	"slices"
 	"testing"
 
 	"golang.org/x/sys/unix"
-	"pgregory.net/rapid"
 
 	"hydrofoil.dev/foil/internal/kernel"
 	"hydrofoil.dev/foil/internal/worker/api"
@@ -265,30 +265,29 @@ func TestPullsAndRemovalsInAnyOrder(t *testing.T) {
 		refs = append(refs, s.serve("app:"+string(rune('a'+i)), m))
 	}
 	here := make(map[int]bool)
-	rapid.Check(t, func(rt *rapid.T) {
-		for range 4 {
-			i := rapid.IntRange(0, len(images)-1).Draw(rt, "image")
-			switch {
-			case rapid.IntRange(0, 5).Draw(rt, "restart") == 0:
-				h.restart()
-			case here[i]:
-				h.remove(refs[i])
-				delete(here, i)
-			default:
-				h.mustPull(refs[i], api.Complete)
-				here[i] = true
-			}
-			var left []*fakeImage
-			for i := range here {
-				left = append(left, images[i])
-				h.same(images[i])
-			}
-			h.takes("after a step", left...)
-			if t.Failed() {
-				rt.FailNow()
-			}
+	random := rand.New(rand.NewPCG(4, 4))
+	for step := range 50 {
+		i := random.IntN(len(images))
+		what := "pull"
+		switch {
+		case random.IntN(6) == 0:
+			what = "restart"
+			h.restart()
+		case here[i]:
+			what = "remove"
+			h.remove(refs[i])
+			delete(here, i)
+		default:
+			h.mustPull(refs[i], api.Complete)
+			here[i] = true
 		}
-	})
+		var left []*fakeImage
+		for i := range here {
+			left = append(left, images[i])
+			h.same(images[i])
+		}
+		h.takes(fmt.Sprintf("after step %d, %s of image %d", step, what, i), left...)
+	}
 }
 
 func TestAFileInUseIsNoticed(t *testing.T) {

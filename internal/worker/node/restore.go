@@ -42,7 +42,9 @@ func (n *Node) restore(held map[string]*os.File) error {
 	for _, m := range mounts {
 		mounted[m.Target] = true
 	}
-	n.loadRootfs(mounted)
+	if err := n.loadRootfs(mounted); err != nil {
+		return err
+	}
 	lost := make(map[digest.Digest]bool)
 	read := make(map[digest.Digest]*restored)
 	for chain, r := range n.rootfs {
@@ -121,19 +123,22 @@ type restored struct {
 }
 
 // loadRootfs reads the records, and removes leftovers.
-func (n *Node) loadRootfs(mounted map[string]bool) {
+func (n *Node) loadRootfs(mounted map[string]bool) error {
 	dir := filepath.Join(n.opts.Root, "rootfs")
 	names, err := os.ReadDir(dir)
 	if err != nil {
-		n.warn("list %s: %v", dir, err)
-		return
+		return err
 	}
 	bad := make(map[*rootfs]error)
 	for _, e := range names {
 		r := &rootfs{dir: filepath.Join(dir, e.Name()), ready: make(chan struct{}), committed: true}
 		close(r.ready)
 		if _, err := os.Stat(r.path(lenderRecord)); err == nil {
-			if err := r.loadLender(); err != nil {
+			err := r.loadLender()
+			if newer := (*newerError)(nil); errors.As(err, &newer) {
+				return errorf(api.CodeUnsupported, "%w", err)
+			}
+			if err != nil {
 				// Who borrowed of it can be mounted all the same.
 				r.broken = err
 				n.warn("the list of what is kept of rootfs %s cannot be used: %v; it stays until no image uses contents of it", e.Name(), err)
@@ -144,6 +149,9 @@ func (n *Node) loadRootfs(mounted map[string]bool) {
 		r.mounted = mounted[r.path("mnt")]
 		r.gated = r.mounted && r.isGated()
 		err := r.load()
+		if newer := (*newerError)(nil); errors.As(err, &newer) {
+			return errorf(api.CodeUnsupported, "%w", err)
+		}
 		if err == nil && n.rootfs[r.rec.ChainID] != nil {
 			err = fmt.Errorf("there are two of it: %s is the other", n.rootfs[r.rec.ChainID].dir)
 		}
@@ -187,6 +195,7 @@ func (n *Node) loadRootfs(mounted map[string]bool) {
 			n.warn("remove what is left of a rootfs: %v", err)
 		}
 	}
+	return nil
 }
 
 // readRecord reads a rootfs's record.
@@ -198,8 +207,8 @@ func (r *rootfs) readRecord(name string) error {
 	if err := json.Unmarshal(b, &r.rec); err != nil {
 		return err
 	}
-	if r.rec.Version != rootfsVersion {
-		return fmt.Errorf("version %d, this foil reads %d", r.rec.Version, rootfsVersion)
+	if err := checkVersion(r.path(name), r.rec.Version, rootfsVersion); err != nil {
+		return err
 	}
 	if err := errors.Join(r.rec.ChainID.Validate(), r.rec.TOC.Validate()); err != nil {
 		return err

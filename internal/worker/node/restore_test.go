@@ -5,6 +5,7 @@ import (
 	"maps"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -279,7 +280,7 @@ func TestDamageHarmsOneImageOnly(t *testing.T) {
 			}
 		},
 	}
-	for _, file := range []string{"rootfs.json", "toc", "placement", "contents", "meta.erofs"} {
+	for _, file := range []string{"rootfs.json", "toc", "placement", "contents", "meta.erofs", "presence"} {
 		for _, how := range slices.Sorted(maps.Keys(damage)) {
 			for _, complete := range []bool{true, false} {
 				t.Run(fmt.Sprintf("%s %s, complete %v", file, how, complete), func(t *testing.T) {
@@ -375,7 +376,7 @@ func TestAnImageRecordThatIsDamagedIsSetAside(t *testing.T) {
 	one, two := newFakeImage(t, some(1, 3, 5000)), newFakeImage(t, some(50, 3, 5000))
 	ref1, ref2 := s.serve("app:1", one), s.serve("app:2", two)
 	h := newHost(t)
-	for name, b := range map[string]string{"empty": "", "no JSON": "{", "of another version": `{"version":99}`, "of another image": ""} {
+	for name, b := range map[string]string{"empty": "", "no JSON": "{", "of no version": `{"version":0}`, "of another image": ""} {
 		h.mustPull(ref1, api.Complete)
 		h.mustPull(ref2, api.Complete)
 		path := h.n.imagePath(ref1)
@@ -404,6 +405,55 @@ func TestAnImageRecordThatIsDamagedIsSetAside(t *testing.T) {
 		h.same(two)
 		h.verified(ref2)
 	}
+}
+
+// A daemon that finds what a newer one wrote touches nothing and says what to do.
+func TestStateOfANewerVersionIsLeftAlone(t *testing.T) {
+	s := newFakeServer(t)
+	m, user := newFakeImage(t, some(1, 6, 5000)), newFakeImage(t, some(4, 6, 5000))
+	gone, ref := s.serve("gone:1", m), s.serve("app:1", user)
+	h := newHost(t)
+	h.mustPull(gone, api.Complete)
+	h.mustPull(ref, api.Complete)
+	if _, err := h.n.CreateContainer(t.Context(), api.ContainerRequest{ID: "c", Ref: ref}); err != nil {
+		t.Fatal(err)
+	}
+	h.remove(gone)
+	h.takes("a lender is left", user)
+	image := h.n.imagePath(ref)
+	h.stop()
+	for _, path := range []string{
+		image,
+		filepath.Join(h.dir(user), "rootfs.json"),
+		filepath.Join(h.dir(m), lenderRecord),
+		filepath.Join(h.root, "containers/c/container.json"),
+	} {
+		old, err := os.ReadFile(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		newer := regexp.MustCompile(`"version":\s*1\b`).ReplaceAll(old, []byte(`"version": 99`))
+		if err := os.WriteFile(path, newer, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		n, err := New(h.options())
+		if err == nil {
+			n.Close()
+			t.Fatalf("%s of version 99 is read", path)
+		}
+		if codeOfErr(err) != api.CodeUnsupported || !strings.Contains(err.Error(), path) || !strings.Contains(err.Error(), "newer foil") {
+			t.Errorf("%s of version 99: %v", path, err)
+		}
+		if got, err := os.ReadFile(path); err != nil || string(got) != string(newer) {
+			t.Errorf("%s was changed: %v", path, err)
+		}
+		if err := os.WriteFile(path, old, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	h.start()
+	h.same(user)
+	h.verified(ref)
 }
 
 func TestContainersOfBeforeAreFoundAgain(t *testing.T) {
