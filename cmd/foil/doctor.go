@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -9,10 +10,12 @@ import (
 	"github.com/spf13/cobra"
 
 	"hydrofoil.dev/foil/internal/kernel"
+	"hydrofoil.dev/foil/internal/worker/containerd"
+	"hydrofoil.dev/foil/internal/worker/snapshotter"
 )
 
 func newDoctorCommand() *cobra.Command {
-	var root string
+	var root, config, socket string
 	var asJSON bool
 	cmd := &cobra.Command{
 		Use:   "doctor [flags]",
@@ -23,34 +26,77 @@ reads of bytes that have not arrived, and what to do about what is missing. Ask
 it before the first pull, and when "foil node" does not start. It needs no
 daemon.
 
-Exit codes: 0 a worker can run here; 1 it cannot.`,
+If a containerd runs here that has this worker as a snapshotter, or the one of
+/etc/containerd/config.toml, or if --containerd-config names another's file,
+doctor reads its configuration (of 1.7 and 2.x) as well, and says what keeps images from coming
+lazily, what goes wrong because of it, and what to write where. A containerd that
+was never told of Hydrofoil is no error.
+
+Exit codes: 0 a worker can run here; 1 it cannot, or containerd is set up for it
+and something in that is wrong.`,
 		Example: `  sudo foil doctor
-  foil doctor --json | jq -r 'select(.state == "missing") | .fix'`,
+  sudo foil doctor --containerd-config /etc/containerd/config.toml
+  foil doctor --json | jq -r 'select(.state == "missing" or .state == "wrong") | .fix'`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			features, err := kernel.Features(cmd.Context(), root)
 			if err != nil {
 				return err
 			}
-			return printDoctor(cmd.OutOrStdout(), root, features, asJSON)
+			if socket == "" {
+				socket = snapshotter.SocketPath(root)
+			}
+			host, found := containerdFindings(cmd.Context(), config, socket)
+			return printDoctor(cmd.OutOrStdout(), root, features, host, found, asJSON)
 		},
 	}
 	clientRoot(cmd, &root)
 	jsonFlag(cmd, &asJSON)
+	cmd.Flags().StringVar(&config, "containerd-config", "", "`FILE` that containerd reads; default: that of one that runs")
+	cmd.Flags().StringVar(&socket, "snapshotter-socket", "", "`PATH` of the daemon's socket for containerd; default: DIR/run/snapshotter.sock")
 	return cmd
 }
 
-// finding is a feature in JSON.
+// containerdFindings looks at the containerd of a file, or else at the one that
+// runs. host is what it is to people, empty when there is none.
+func containerdFindings(ctx context.Context, file, socket string) (host string, list []containerd.Finding) {
+	var h *containerd.Host
+	var err error
+	if file != "" {
+		h, err = containerd.Read(ctx, file)
+	} else {
+		h, err = containerd.Running(ctx, "/proc", socket)
+	}
+	if h == nil && err == nil {
+		return "", nil
+	}
+	if err == nil {
+		list, err = h.Findings(ctx, containerd.Options{Socket: socket})
+	}
+	if err != nil {
+		list = append(list, containerd.Finding{Name: "configuration", State: containerd.Wrong, Detail: err.Error(), Fix: "name containerd's file with --containerd-config"})
+	}
+	if h == nil {
+		return "containerd", list
+	}
+	host = "containerd, configured in " + h.Config
+	if h.PID != 0 {
+		host = fmt.Sprintf("containerd, process %d, configured in %s", h.PID, h.Config)
+	}
+	return host, list
+}
+
+// finding is a feature in JSON, or something about containerd.
 type finding struct {
 	Feature string `json:"feature"`
-	State   string `json:"state"` // ok, missing, or absent: missing and not needed
+	State   string `json:"state"` // ok, missing, or absent: missing and not needed; of containerd also wrong and note
 	Needed  bool   `json:"needed"`
 	Since   string `json:"since,omitempty"`
 	Detail  string `json:"detail,omitempty"`
 	Fix     string `json:"fix,omitempty"`
 }
 
-func printDoctor(w io.Writer, root string, features []kernel.Feature, asJSON bool) error {
+func printDoctor(w io.Writer, root string, features []kernel.Feature, host string, found []containerd.Finding, asJSON bool) error {
 	var rows, advice []string
 	lacking, powerless := 0, false
 	gate := ""
@@ -84,6 +130,20 @@ func printDoctor(w io.Writer, root string, features []kernel.Feature, asJSON boo
 		gate = ""
 		verdict = fmt.Errorf("a worker cannot run on this host with its root at %s: what it needs is missing, see above", root)
 	}
+	wrong := 0
+	for _, f := range found {
+		if f.State == containerd.Wrong {
+			wrong++
+		}
+		if asJSON {
+			if err := printJSON(w, finding{Feature: "containerd: " + f.Name, State: string(f.State), Detail: f.Detail, Fix: f.Fix}); err != nil {
+				return err
+			}
+		}
+	}
+	if wrong > 0 && verdict == nil {
+		verdict = errors.New("a worker can run on this host, but containerd is not set up for it: see above")
+	}
 	if asJSON {
 		return errors.Join(printJSON(w, map[string]any{"gate": gate, "ok": lacking == 0}), verdict)
 	}
@@ -102,7 +162,32 @@ func printDoctor(w io.Writer, root string, features []kernel.Feature, asJSON boo
 	if _, err := fmt.Fprintf(w, "\ngate: %s\n", gate); err != nil {
 		return err
 	}
+	if err := printContainerd(w, host, found); err != nil {
+		return err
+	}
 	return verdict
+}
+
+func printContainerd(w io.Writer, host string, found []containerd.Finding) error {
+	if host == "" {
+		return nil
+	}
+	fmt.Fprintf(w, "\n%s:\n", host)
+	var rows, advice []string
+	for _, f := range found {
+		rows = append(rows, fmt.Sprintf("%s\t%s\t%s", f.Name, f.State, orDash(f.Detail)))
+		if f.Fix != "" {
+			advice = append(advice, "  "+f.Name+": "+strings.ReplaceAll(f.Fix, "\n", "\n      "))
+		}
+	}
+	if err := table(w, "WHAT STATE FOUND", rows); err != nil {
+		return err
+	}
+	if len(advice) > 0 {
+		fmt.Fprintln(w, "\nWhat to do:")
+		fmt.Fprintln(w, strings.Join(advice, "\n"))
+	}
+	return nil
 }
 
 func orDash(s string) string {

@@ -10,6 +10,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"hydrofoil.dev/foil/internal/kernel"
+	"hydrofoil.dev/foil/internal/worker/containerd"
 )
 
 var update = flag.Bool("update", false, "write the golden files anew")
@@ -46,19 +47,30 @@ func TestDoctor(t *testing.T) {
 	second := append([]kernel.Feature{}, good...)
 	second[0].Detail = "Linux 6.12.1 x86_64"
 	second[2].Detail = "fuse: no pre-content events: invalid argument"
+	host := "containerd, process 7, configured in /etc/containerd/config.toml"
+	found := []containerd.Finding{
+		{Name: "proxy plugin", State: containerd.OK, Detail: "hydrofoil is at /run/s.sock"},
+		{Name: "CRI: annotations", State: containerd.Wrong, Detail: "disable_snapshot_annotations is not false", Fix: "write:\ndisable_snapshot_annotations = false"},
+		{Name: "CRI: discarded layers", State: containerd.Note, Detail: "discard_unpacked_layers is true", Fix: "know it"},
+	}
 	for _, test := range []struct {
 		golden   string
 		features []kernel.Feature
+		host     string
+		found    []containerd.Finding
 		json     bool
 		fails    bool
 	}{
-		{"doctor-good.txt", good, false, false},
-		{"doctor-fuse.txt", second, false, false},
-		{"doctor-old.txt", old, false, true},
-		{"doctor-old.jsonl", old, true, true},
+		{"doctor-good.txt", good, "", nil, false, false},
+		{"doctor-fuse.txt", second, "", nil, false, false},
+		{"doctor-old.txt", old, "", nil, false, true},
+		{"doctor-old.jsonl", old, "", nil, true, true},
+		{"doctor-containerd.txt", good, host, found, false, true},
+		{"doctor-containerd.jsonl", good, host, found, true, true},
+		{"doctor-containerd-ok.txt", good, host, found[:1], false, false},
 	} {
 		var b bytes.Buffer
-		err := printDoctor(&b, "/var/lib/foil", test.features, test.json)
+		err := printDoctor(&b, "/var/lib/foil", test.features, test.host, test.found, test.json)
 		if (err != nil) != test.fails {
 			t.Errorf("%s: error %v", test.golden, err)
 		}
