@@ -17,7 +17,12 @@ import (
 )
 
 const (
-	// frameTarget is how many bytes of pages go into a frame.
+	// frameTarget is how many bytes of pages go into a frame. The more, the smaller
+	// are all together, and the later is the first of them of use: sets of redis and
+	// nginx (6.2 and 3.7 MB) took with their index 2.1% more with 128 KiB and 1.4%
+	// less with 512; a frame of 256 KiB arrives in 8 ms at 100 Mbit/s. The highest
+	// level of zstd makes them 6% smaller and takes seconds, again and again as
+	// workers report.
 	frameTarget = 256 << 10
 	// batchBytes is how many bytes of pages are in memory at once while a store
 	// is built. The packs are read once for each batch.

@@ -385,6 +385,9 @@ func (s *Sets) rebuild(ctx context.Context, m Image) error {
 			return s.o.Catalog.PutBuilt(ctx, built)
 		}
 	}
+	if row.Key == "" && len(services) == 0 {
+		return s.o.Catalog.PutBuilt(ctx, built)
+	}
 	built.Generation++
 	built.Key, built.Previous = "", row.Key
 	if len(services) > 0 {
@@ -396,7 +399,9 @@ func (s *Sets) rebuild(ctx context.Context, m Image) error {
 	if err := s.o.Catalog.PutBuilt(ctx, built); err != nil {
 		return err
 	}
-	s.stores.Put(built.Key, next)
+	if built.Key != "" {
+		s.stores.Put(built.Key, next)
+	}
 	raw, stored := next.size()
 	s.o.Log.Info("startup sets built", "repository", m.Repository, "chain_id", m.ChainID, "services", len(services),
 		"bytes", raw, "stored", stored, "took", time.Since(began).Round(time.Millisecond))
