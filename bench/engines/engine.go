@@ -6,6 +6,7 @@
 //	erofs         containerd, full pull, its erofs snapshotter and differ
 //	stargz        containerd and stargz-snapshotter, images converted and traced
 //	soci          containerd and the SOCI snapshotter, images indexed, with a prefetch list
+//	starlight     containerd and Starlight, with its proxy, images converted and traced
 //	curl          a plain download of the compressed layers, run by nobody
 //
 // and T*, the floor, which is no engine: see MeasureFloor.

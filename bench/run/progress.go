@@ -57,15 +57,17 @@ func foresee(s session) (took time.Duration) {
 		// Half a dozen round trips and the ends of transfers.
 		took += aroundRun + 6*k.RTT + time.Duration(layers*8*1.1/rate*float64(time.Second))
 		if k.Engine != "curl" {
-			// Unpacking and verifying are bound by the processor.
-			took += time.Duration(layers / 40e6 * float64(time.Second))
+			// What of unpacking and verifying comes after the transfer.
+			took += time.Duration(layers / 100e6 * float64(time.Second))
 		}
 	}
 	return took
 }
 
-// forecast says how much there is to do and how long it will take.
-func forecast(rounds []round) string {
+// forecast says how much there is to do and how long it will take. unpushed are the
+// images that are pushed and measured first; how long peers take to prepare them is
+// not foreseen.
+func forecast(rounds []round, unpushed []engines.Image) string {
 	var sessions, runs int
 	var took time.Duration
 	for _, r := range rounds {
@@ -76,8 +78,12 @@ func forecast(rounds []round) string {
 			took += foresee(s)
 		}
 	}
-	return fmt.Sprintf("%d runs in %d sessions and %d rounds are to be made; on an idle machine that takes about %v, and the preparation of images that are new here some minutes more",
-		runs, sessions, len(rounds), took.Round(time.Minute))
+	var first time.Duration
+	for _, im := range unpushed {
+		first += 10*time.Second + time.Duration(float64(im.Built.LayerBytes())/13e6*float64(time.Second))
+	}
+	return fmt.Sprintf("%d runs in %d sessions and %d rounds are to be made: about %v on an idle machine; before that, %d images are pushed and their floors measured: about %v, and what peers take to prepare theirs",
+		runs, sessions, len(rounds), took.Round(time.Minute), len(unpushed), first.Round(time.Minute))
 }
 
 // tell is a run in one line.

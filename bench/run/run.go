@@ -94,6 +94,11 @@ func Run(ctx context.Context, o Options) (err error) {
 			return fmt.Errorf("bench: %w", err)
 		}
 	}
+	for image := range o.ImageRates {
+		if !slices.Contains(o.Images, image) {
+			return fmt.Errorf("bench: there is a rate for %s, which is not among the images", image)
+		}
+	}
 	m := &matrix{Options: o, out: results.Dir(o.Out)}
 	if err := m.record(ctx); err != nil {
 		return err
@@ -115,11 +120,14 @@ func (m *matrix) measure(ctx context.Context) (err error) {
 		m.log("all of it has been run already")
 		return nil
 	}
-	m.log("%s", forecast(rounds))
+	if m.state, err = stateOf(m.Cache, m.Programs.Foil); err != nil {
+		return err
+	}
+	m.log("%s", forecast(rounds, m.unpushed()))
 	if m.Forecast {
 		return nil
 	}
-	if m.state, err = openState(m.Cache, m.Programs.Foil); err != nil {
+	if err := m.state.open(); err != nil {
 		return err
 	}
 	defer m.state.unlock()
@@ -238,6 +246,16 @@ func (m *matrix) recall(versions []engines.Image) (all bool, err error) {
 func (m *matrix) lacksFloor(im engines.Image) bool {
 	p, ok := m.state.image(im.Name, im.Built.Digest.String())
 	return !ok || p.Kernel != m.kernel || p.Floor.Warm == 0 && (p.FloorErr == "" || m.RetryFailed)
+}
+
+// unpushed are the versions of images that lack a floor or are not on the server.
+func (m *matrix) unpushed() (all []engines.Image) {
+	for _, versions := range m.images {
+		if slices.ContainsFunc(versions, m.lacksFloor) {
+			all = append(all, versions...)
+		}
+	}
+	return all
 }
 
 // unprepared are the engines that have not prepared an image, in this version.

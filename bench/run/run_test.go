@@ -85,6 +85,11 @@ func TestPlanGoesOn(t *testing.T) {
 	if got := left(m.plan()); got != 36 {
 		t.Errorf("with failed ones to be run again %d are left, want 36", got)
 	}
+	m.ImageRates = map[string][]int64{"debian": {0, 1e9}}
+	if got, want := left(m.plan()), 36-18+2*18; got != want {
+		t.Errorf("with two rates of its own for an image %d are left, want %d", got, want)
+	}
+	m.ImageRates = nil
 	m.Runs, m.RTTs = 4, append(m.RTTs, 150*time.Millisecond)
 	if got, want := left(m.plan()), 4*3*2*3; got != want {
 		t.Errorf("of a larger matrix %d are left, want %d", got, want)
@@ -248,12 +253,15 @@ func TestEndToEnd(t *testing.T) {
 		}
 	}
 	// A second matrix finds on the server what the first has left there.
-	kept, err := openState(filepath.Join(dir, "cache"), foil)
+	kept, err := stateOf(filepath.Join(dir, "cache"), foil)
 	if err != nil {
 		t.Fatal(err)
 	}
+	if err := kept.open(); err != nil {
+		t.Fatal(err)
+	}
 	defer kept.unlock()
-	if _, err := openState(filepath.Join(dir, "cache"), foil); err == nil || !strings.Contains(err.Error(), "another benchmark") {
+	if err := kept.open(); err == nil || !strings.Contains(err.Error(), "another benchmark") {
 		t.Errorf("the server's state is used twice: %v", err)
 	}
 	for _, im := range all.Images {

@@ -38,27 +38,31 @@ type prepared struct {
 	Touched []string `json:"touched"` // files of which pages were read before ready
 }
 
-// openState makes or finds the state for a foil program, and removes those of
-// other programs.
-func openState(cache, foil string) (state, error) {
+// stateOf is the state for a foil program, which may not exist yet.
+func stateOf(cache, foil string) (state, error) {
 	program, err := os.ReadFile(foil)
 	if err != nil {
 		return state{}, fmt.Errorf("bench: %w", err)
 	}
-	parent := filepath.Join(cache, "servers")
-	s := state{dir: filepath.Join(parent, fmt.Sprintf("%x", sha256.Sum256(program))[:16])}
+	return state{dir: filepath.Join(cache, "servers", fmt.Sprintf("%x", sha256.Sum256(program))[:16])}, nil
+}
+
+// open makes the state if need be, locks it, and removes those of other programs.
+func (s *state) open() error {
 	for _, dir := range []string{s.registry(), filepath.Join(s.dir, "images"), filepath.Join(s.dir, "peers")} {
 		if err := os.MkdirAll(dir, 0o711); err != nil {
-			return s, fmt.Errorf("bench: %w", err)
+			return fmt.Errorf("bench: %w", err)
 		}
 	}
-	if s.unlock, err = site.Lock(s.dir); err != nil {
+	unlock, err := site.Lock(s.dir)
+	if err != nil {
 		if errors.Is(err, unix.EWOULDBLOCK) {
 			err = fmt.Errorf("bench: another benchmark uses %s: wait for its end, or say another --cache", s.dir)
 		}
-		return s, err
+		return err
 	}
-	return s, site.RemoveUnlocked(filepath.Join(parent, "*"))
+	s.unlock = unlock
+	return site.RemoveUnlocked(filepath.Join(filepath.Dir(s.dir), "*"))
 }
 
 func (s state) registry() string { return filepath.Join(s.dir, "registry") }

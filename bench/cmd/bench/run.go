@@ -31,10 +31,10 @@ An interrupted run goes on when it is started again with the same --out. What is
 there is not run again, so that engines, images, links and repetitions can be
 added later; programs of another version want another --out.
 
-Engines: hydrofoil; overlayfs and erofs (containerd, a full pull); stargz; soci; curl
-(the compressed layers, to nowhere). One whose programs are not found on PATH,
-or where an option says, is left out and reported as absent. The floor T* is
-always measured.`,
+Engines: hydrofoil; overlayfs and erofs (containerd, a full pull); stargz; soci;
+starlight; curl (the compressed layers, to nowhere). One whose programs are not
+found on PATH, or where an option says, is left out and reported as absent. The
+floor T* is always measured. docs/benchmarks.md says where peers come from.`,
 		Example: `  bench run --images redis --runs 3 --out results
   bench run --images redis,nginx,python --engines hydrofoil,overlayfs,stargz \
       --rtt 0,50ms,150ms,300ms --rate 100mbit --runs 5 --out results`,
