@@ -159,6 +159,9 @@ func (s *Server) open(ctx context.Context) error {
 		store, cat = front.Store(), front.Catalog()
 	}
 	ingester := &ingest.Ingester{Objects: store, Catalog: cat}
+	if front != nil {
+		ingester.Options.Parallel = upstream.Parallel
+	}
 	s.closers = append(s.closers, ingester.Close)
 	bundle := bundles.New(bundles.Options{
 		Catalog:    cat,

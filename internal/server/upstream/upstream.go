@@ -88,11 +88,16 @@ type Options struct {
 	// Stall is how long a download may bring nothing before it is begun again
 	// where it is; 0 means a minute.
 	Stall time.Duration
-	// Parallel is how many blobs are downloaded at once; 0 means 8.
+	// Parallel is how many blobs are downloaded at once; 0 means Parallel.
 	Parallel int
 	// Log takes what clients are not told; nil means slog.Default.
 	Log *slog.Logger
 }
+
+// Parallel is how many blobs are downloaded at once, and how many layers should
+// be ingested at once so that each keeps up with its download: they come side by
+// side, and a layer that waited for others would be ingested after all have come.
+const Parallel = 6
 
 // Accelerator fetches from one upstream.
 type Accelerator struct {
@@ -128,7 +133,7 @@ func New(o Options) (*Accelerator, error) {
 		o.Stall = time.Minute
 	}
 	if o.Parallel == 0 {
-		o.Parallel = 8
+		o.Parallel = Parallel
 	}
 	if o.Log == nil {
 		o.Log = slog.Default()
