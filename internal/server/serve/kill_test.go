@@ -20,15 +20,22 @@ import (
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
 	"hydrofoil.dev/foil/internal/server/serve"
+	"hydrofoil.dev/foil/internal/server/upstream"
 )
 
 // childRoot makes the test program a server at that root, so that tests can
 // kill it.
 const childRoot = "FOIL_TEST_SERVE_ROOT"
 
+// childUpstream makes it the accelerator of that upstream.
+const childUpstream = "FOIL_TEST_SERVE_UPSTREAM"
+
 func TestMain(m *testing.M) {
 	if root := os.Getenv(childRoot); root != "" {
-		s, err := serve.Start(context.Background(), serve.Options{Root: root, Listen: "127.0.0.1:0"})
+		s, err := serve.Start(context.Background(), serve.Options{
+			Root: root, Listen: "127.0.0.1:0",
+			Upstream: upstream.Options{URL: os.Getenv(childUpstream)},
+		})
 		if err != nil {
 			fmt.Fprintln(os.Stderr, err)
 			os.Exit(1)

@@ -322,6 +322,94 @@ func TestDamageIsFetchedAgain(t *testing.T) {
 	}
 }
 
+// An accelerator that is killed while it downloads goes on where it was, and what
+// a pull was given is there after the next kill.
+func TestAcceleratorKilled(t *testing.T) {
+	up := upstreamtest.Start(t)
+	all := layers(t, 1, 1<<20, 200_000)
+	blob := all[0]
+	image := up.Image("app", "1", all...)
+	var mu sync.Mutex
+	var ranges []string
+	stop := 0 // bytes of the blob that come before nothing comes any more; guarded by mu
+	up.Intercept(func(w http.ResponseWriter, req *http.Request) bool {
+		if req.Method != "GET" || !strings.HasSuffix(req.URL.Path, blob.Digest.String()) {
+			return false
+		}
+		mu.Lock()
+		defer mu.Unlock()
+		ranges = append(ranges, req.Header.Get("Range"))
+		if stop == 0 {
+			return false
+		}
+		from := 0
+		if r := req.Header.Get("Range"); r != "" {
+			if _, err := fmt.Sscanf(r, "bytes=%d-", &from); err != nil {
+				t.Error(err)
+			}
+			w.Header().Set("Content-Range", fmt.Sprintf("bytes %d-%d/%d", from, len(blob.Bytes)-1, len(blob.Bytes)))
+		}
+		w.Header().Set("Content-Length", strconv.Itoa(len(blob.Bytes)-from))
+		if from > 0 {
+			w.WriteHeader(http.StatusPartialContent)
+		}
+		_, _ = w.Write(blob.Bytes[from:max(from, stop)])
+		_ = http.NewResponseController(w).Flush()
+		mu.Unlock()
+		<-req.Context().Done()
+		mu.Lock()
+		return true
+	})
+	t.Setenv(childUpstream, up.URL)
+	root := t.TempDir()
+	part := filepath.Join(root, "fetching", strings.Replace(blob.Digest.String(), ":", "-", 1))
+	for _, n := range []int{100_000, 100_001, 900_000} {
+		mu.Lock()
+		stop = n
+		mu.Unlock()
+		base, cmd := child(t, root)
+		failed := make(chan error, 1)
+		go func() {
+			_, err := pullBundle(strings.TrimPrefix(base, "http://"), "app", "1")
+			failed <- err
+		}()
+		for {
+			if info, err := os.Stat(part); err == nil && info.Size() >= int64(n) {
+				break
+			}
+			time.Sleep(time.Millisecond)
+		}
+		if err := cmd.Process.Kill(); err != nil {
+			t.Fatal(err)
+		}
+		_ = cmd.Wait()
+		if err := <-failed; err == nil {
+			t.Error("a pull ended though the layer did not")
+		}
+	}
+	mu.Lock()
+	stop = 0
+	mu.Unlock()
+	base, cmd := child(t, root)
+	wantBundle(t, strings.TrimPrefix(base, "http://"), "app", "1", image.Digest)
+	mu.Lock()
+	if got := strings.Join(ranges, ","); got != ",bytes=100000-,bytes=100001-,bytes=900000-" {
+		t.Errorf("ranges asked for: %q", got)
+	}
+	mu.Unlock()
+	if err := cmd.Process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	_ = cmd.Wait()
+	up.Intercept(func(w http.ResponseWriter, _ *http.Request) bool {
+		w.WriteHeader(http.StatusBadGateway)
+		return true
+	})
+	base, _ = child(t, root)
+	wantBundle(t, strings.TrimPrefix(base, "http://"), "app", "1", image.Digest)
+	send(t, "GET", base+"/v2/app/blobs/"+blob.Digest.String(), "", nil, http.StatusOK)
+}
+
 // What was pushed to the upstream is here before anybody asks.
 func TestWebhook(t *testing.T) {
 	up := upstreamtest.Start(t)
