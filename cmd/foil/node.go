@@ -11,6 +11,7 @@ import (
 
 	"hydrofoil.dev/foil/internal/kernel"
 	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/credentials"
 	"hydrofoil.dev/foil/internal/worker/hosts"
 	"hydrofoil.dev/foil/internal/worker/mirror"
 	"hydrofoil.dev/foil/internal/worker/node"
@@ -19,7 +20,8 @@ import (
 func newNodeCommand() *cobra.Command {
 	var opts node.Options
 	var level slog.Level
-	var format, gate, report, socket, limit, mirrorAt string
+	var format, gate, report, limit string
+	var at sockets
 	cmd := &cobra.Command{
 		Use:   "node [flags]",
 		Short: "Run the worker daemon",
@@ -31,7 +33,8 @@ Everything it keeps is below --root, which must be on ext4, XFS or btrfs. It
 needs root. "foil doctor" says whether this host can do what it takes.
 
 containerd uses the daemon as a snapshotter by DIR/run/snapshotter.sock, and as a
-mirror of registries at --mirror-listen: see deploy/containerd/README.md.
+mirror of registries at --mirror-listen: see deploy/containerd/README.md. A
+kubelet can reach containerd's image service by --cri-proxy-socket.
 
 A pull from a server that was not used before connects first, and TCP begins
 slowly: on a long way that costs more than all else. --connect makes the
@@ -96,8 +99,8 @@ Exit codes: 0 it was told to end; 1 an error, in the log as well.`,
 			if opts.DiskLimit, err = node.ParseLimit(limit); err != nil {
 				return usagef("--disk-limit: %w", err)
 			}
-			if mirrorAt != "off" {
-				self, err := mirror.Addresses(mirrorAt)
+			if at.mirror != "off" {
+				self, err := mirror.Addresses(at.mirror)
 				if err != nil {
 					return usagef("--mirror-listen: %v", err)
 				}
@@ -110,13 +113,15 @@ Exit codes: 0 it was told to end; 1 an error, in the log as well.`,
 				return usagef("--report-sample %v: say a share above 0, at most 1", opts.ReportSample)
 			}
 			opts.NoReports = report == "off"
+			var kubelet credentials.Memory
+			opts.Credentials = kubelet.For
 			opts.Version = version()
 			n, err := node.New(opts)
 			if err != nil {
 				return advise(opts.Root, err)
 			}
 			opts.Logger.Info("ready", "root", opts.Root, "socket", api.SocketPath(opts.Root), "version", opts.Version)
-			err = serveNode(cmd.Context(), n, opts, sockets{snapshotter: socket, mirror: mirrorAt})
+			err = serveNode(cmd.Context(), n, opts, at, &kubelet)
 			opts.Logger.Info("ending")
 			return errors.Join(err, n.Close())
 		},
@@ -130,8 +135,10 @@ Exit codes: 0 it was told to end; 1 an error, in the log as well.`,
 	flags.Float64Var(&opts.ReportSample, "report-sample", 1, "`SHARE` of the starts to tell of, above 0 and at most 1")
 	flags.StringVar(&gate, "gate", "auto", "`GATE` that holds back reads: auto, fanotify, fuse or loop")
 	flags.StringVar(&limit, "disk-limit", "", "`LIMIT` for what images take, 80% of the filesystem or 50GB, above which those that nothing uses are removed, least recently used first; empty: none")
-	flags.StringVar(&socket, "snapshotter-socket", "default", "`PATH` of the socket for containerd; default: DIR/run/snapshotter.sock; off: none")
-	flags.StringVar(&mirrorAt, "mirror-listen", "off", "`HOST:PORT` of loopback at which containerd resolves images, so that pull and resolve are one request to the server; a port below 1024, which only root can take; off: none")
+	flags.StringVar(&at.snapshotter, "snapshotter-socket", "default", "`PATH` of the socket for containerd; default: DIR/run/snapshotter.sock; off: none")
+	flags.StringVar(&at.mirror, "mirror-listen", "off", "`HOST:PORT` of loopback at which containerd resolves images, so that pull and resolve are one request to the server; a port below 1024, which only root can take; off: none")
+	flags.StringVar(&at.criProxy, "cri-proxy-socket", "off", "`PATH` of a socket for the kubelet's --image-service-endpoint, by which the daemon learns the credentials of its pulls; off: none")
+	flags.StringVar(&at.criEndpoint, "cri-endpoint", "/run/containerd/containerd.sock", "`PATH` of containerd's socket, which what comes by --cri-proxy-socket goes to")
 	flags.StringVar(&opts.Hosts.Dirs, "hosts-dir", hosts.DefaultDirs, "`DIRS`, separated by colons, with containerd's configuration of registry hosts (HOST/hosts.toml); read for each pull")
 	flags.StringVar(&opts.Hosts.DockerConfig, "docker-config", hosts.DockerConfig(), "Docker's `FILE` of credentials and of helpers that have some; read when a registry demands them")
 	flags.StringVar(&format, "log-format", "text", "`FORMAT` of the log: text or json")

@@ -8,6 +8,8 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
+	"hydrofoil.dev/foil/internal/worker/credentials"
+	"hydrofoil.dev/foil/internal/worker/criproxy"
 	"hydrofoil.dev/foil/internal/worker/mirror"
 	"hydrofoil.dev/foil/internal/worker/node"
 	"hydrofoil.dev/foil/internal/worker/snapshotter"
@@ -17,12 +19,15 @@ import (
 type sockets struct {
 	snapshotter string // a path, or "default"
 	mirror      string // HOST:PORT
+	criProxy    string // a path
+	criEndpoint string // containerd's own, never off
 }
 
-// serveNode answers foil's own commands, and containerd at its sockets, until
-// ctx ends. A snapshotter that cannot be opened, unless its socket was given, and a
-// mirror whose port is taken do not keep the daemon from its other work.
-func serveNode(ctx context.Context, n *node.Node, opts node.Options, at sockets) error {
+// serveNode answers foil's own commands, containerd and a kubelet at their
+// sockets, until ctx ends. A snapshotter that cannot be opened, unless its socket was given, a
+// mirror whose port is taken, and a kubelet's socket that cannot be made do not
+// keep the daemon from its other work.
+func serveNode(ctx context.Context, n *node.Node, opts node.Options, at sockets, kubelet *credentials.Memory) error {
 	var s *snapshotter.Snapshotter
 	evict := true
 	if at.snapshotter != "off" {
@@ -57,9 +62,25 @@ func serveNode(ctx context.Context, n *node.Node, opts node.Options, at sockets)
 		if err != nil {
 			opts.Logger.Error("containerd has no mirror here, and asks registries itself; name another port with --mirror-listen, and in hosts.toml", "error", err)
 		} else {
-			m := mirror.New(mirror.Options{Node: n, Logger: opts.Logger})
+			m := mirror.New(mirror.Options{
+				Node:    n,
+				Private: func(repository string) bool { return !kubelet.For(repository).IsZero() },
+				Logger:  opts.Logger,
+			})
 			all.Go(func() error { return m.Serve(ctx, l) })
 		}
+	}
+	if at.criProxy != "off" {
+		all.Go(func() error {
+			p, err := criproxy.New(criproxy.Options{Endpoint: at.criEndpoint, Memory: kubelet, Logger: opts.Logger})
+			if err == nil {
+				err = p.Serve(ctx, at.criProxy)
+			}
+			if err != nil {
+				opts.Logger.Error("no kubelet is served: it cannot pull by this address; see --cri-proxy-socket and --cri-endpoint", "socket", at.criProxy, "error", err)
+			}
+			return nil // running containers need the daemon all the same
+		})
 	}
 	err := all.Wait()
 	if s != nil {

@@ -46,7 +46,9 @@ func Parse(s string) (Credential, error) {
 	return Credential{Username: user, Secret: password}, nil
 }
 
-// HostOf returns the host of a server's address, which may be a URL.
+// HostOf returns the host of a server's address, which may be a URL. One
+// registry's address for logins is not the host of its API; Docker's tools know
+// it by heart.
 func HostOf(address string) (string, error) {
 	if !strings.Contains(address, "://") {
 		address = "https://" + address
@@ -54,6 +56,9 @@ func HostOf(address string) (string, error) {
 	u, err := url.Parse(address)
 	if err != nil {
 		return "", errors.New("credentials: the server's address is no URL") // which may hold a secret
+	}
+	if u.Host == "index.docker.io" || u.Host == "docker.io" {
+		return "registry-1.docker.io", nil
 	}
 	return u.Host, nil
 }

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net/http"
 	"sync"
+	"time"
 
 	"github.com/containerd/containerd/v2/core/remotes/docker"
 	remote "github.com/containerd/containerd/v2/core/remotes/errors"
@@ -23,24 +24,46 @@ type hostAuth struct {
 	credential   credentials.Credential
 	dockerConfig string
 
+	timer *time.Timer // forgets it; pulls that run have it all the same
+
 	mu    sync.Mutex
 	inner docker.Authorizer
 	token string // the host takes it as it is; empty: none
 }
+
+// rememberFor is how long after the beginning of the last pull that used it a
+// credential, with its tokens, is kept for the next one.
+const rememberFor = 10 * time.Minute
 
 // auth returns what pulls with the same credential share.
 func (k *known) auth(c credentials.Credential, dockerConfig string) *hostAuth {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	if a := k.auths[c]; a != nil {
+		a.timer.Reset(rememberFor)
 		return a
 	}
-	if len(k.auths) >= most {
-		clear(k.auths) // a kubelet may bring new ones with every pull
-	}
 	a := &hostAuth{client: k.RegistryHost.Client, header: k.Header, credential: c, dockerConfig: dockerConfig}
+	if len(k.auths) >= most {
+		return a // a kubelet may bring new ones with every pull
+	}
 	k.auths[c] = a
+	a.timer = time.AfterFunc(rememberFor, func() {
+		k.mu.Lock()
+		defer k.mu.Unlock()
+		delete(k.auths, c)
+	})
 	return a
+}
+
+// forget ends the timers.
+func (k *known) forget() {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	for _, a := range k.auths {
+		a.timer.Stop()
+	}
+	clear(k.auths)
 }
 
 // lookUp finds the credential for a host.

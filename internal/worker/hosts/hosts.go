@@ -97,6 +97,7 @@ func (s *Set) Close() {
 	s.closed = true
 	for _, k := range s.known {
 		k.client.Close()
+		k.forget()
 	}
 }
 
@@ -288,6 +289,7 @@ func (s *Set) knownAs(f found) (*known, error) {
 	}
 	k := &known{found: f, client: c, auths: make(map[credentials.Credential]*hostAuth)}
 	if len(s.known) == most {
+		s.known[0].forget()
 		s.known = slices.Delete(s.known, 0, 1) // pulls may use it: it ends with them
 	}
 	s.known = append(s.known, k)

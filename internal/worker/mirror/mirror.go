@@ -59,6 +59,10 @@ type Options struct {
 	// Timeout bounds how long the server may take to answer; 25 s when 0.
 	// containerd waits 30.
 	Timeout time.Duration
+	// Private says that somebody pulls from a repository, HOST/NAME, with
+	// credentials just now: they are demanded at once, without asking the server
+	// first. Nil: nothing is known of it.
+	Private func(repository string) bool
 	// Allowed says who may ask, by the user at the other end of a connection;
 	// nil: root and the daemon's own.
 	Allowed func(client, server net.Addr) bool
@@ -163,7 +167,7 @@ func (m *Mirror) resolve(r *http.Request, registry, name, ref string) (*bundle.B
 	if plain {
 		return nil, errPlain
 	}
-	if demand && !given {
+	if !given && (demand || m.opts.Private != nil && m.opts.Private(name)) {
 		return nil, errDemand
 	}
 	ctx, cancel := context.WithTimeout(r.Context(), m.opts.Timeout)

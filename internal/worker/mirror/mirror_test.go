@@ -159,6 +159,18 @@ func TestMirrorCredentials(t *testing.T) {
 	}
 }
 
+// Credentials that another pull has are not this one's: it has to bring its own.
+func TestMirrorOfPrivateRepositories(t *testing.T) {
+	f, _ := newFake()
+	m := New(Options{Node: f, Private: func(name string) bool { return name == "r.example/a/b" }})
+	if status, _ := do(m, "HEAD", "/v2/a/b/manifests/1?ns=r.example"); status != 401 || len(f.asked) > 0 {
+		t.Errorf("%d, the server was asked for %q", status, f.asked)
+	}
+	if status, _ := do(m, "HEAD", "/v2/plain/manifests/1?ns=r.example"); status != 200 {
+		t.Errorf("another repository: %d", status)
+	}
+}
+
 func TestMirrorOfPlainRegistries(t *testing.T) {
 	f, _ := newFake()
 	m := New(Options{Node: f})

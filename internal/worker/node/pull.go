@@ -202,7 +202,13 @@ func (p *pull) bring(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	ask, err := n.hosts.For(ctx, n.want(p.ref, p.req))
+	want := n.want(p.ref, p.req)
+	if p.early != nil {
+		// Who asks for a header has not been let in by the registry yet. Others'
+		// credentials are none of theirs.
+		want.Credential = p.req.Credential
+	}
+	ask, err := n.hosts.For(ctx, want)
 	if err != nil {
 		return errorf(api.CodeInvalid, "pull %s: %w", p.ref, err)
 	}
