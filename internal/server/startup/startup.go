@@ -85,6 +85,9 @@ const (
 	// MaxTrace bounds an encoded trace, bytes.
 	MaxTrace = 1 << 20
 	maxRuns  = 1 << 17 // of a trace
+	// maxPieces bounds the runs of all sets of an image: cut where others start or
+	// end, and into frames, they must not be more than trace.MaxRuns.
+	maxPieces = trace.MaxRuns / 4
 
 	tracesKept = 16 // of a service, of each kind
 	// versionsAsked is how many other versions of an image are looked at for
@@ -481,7 +484,7 @@ func (s *Sets) services(ctx context.Context, m Image, t *toc.TOC) ([]planned, er
 	for i := range t.Contents {
 		image += t.Contents[i].Size
 	}
-	most := s.o.Max.Of(image)
+	most, pieces := s.o.Max.Of(image), maxPieces
 	var out []planned
 	for _, list := range [][]*service{own, inherited} {
 		for _, v := range list {
@@ -489,6 +492,10 @@ func (s *Sets) services(ctx context.Context, m Image, t *toc.TOC) ([]planned, er
 				break
 			}
 			set, late := v.choose(t)
+			if len(set) > pieces {
+				set = set[:pieces]
+			}
+			pieces -= len(set)
 			set, rest := limit(set, t, most)
 			if len(rest) > 0 {
 				s.o.Log.Warn("startup set is larger than --startup-max: what is needed last stays out",

@@ -414,7 +414,8 @@ func (f fatalError) Fatalf(format string, args ...any) { f.Errorf(format, args..
 func TestStoreProperty(t *testing.T) {
 	w := newWorld(t)
 	files := someFiles(1)
-	delete(files, "/usr/share/large") // quick
+	delete(files, "/usr/share/large")
+	files["/usr/lib/libc.so.6"] = text(2, 300_000) // quick
 	m := w.image(t, "r", "1", files)
 	rapid.Check(t, func(rt *rapid.T) {
 		run := rapid.Custom(func(t *rapid.T) trace.Run {
