@@ -272,14 +272,8 @@ func chooseService(list []bundle.Service, command []string, ref string) (string,
 func showSet(cmd *cobra.Command, set *picture.Set, html string, asJSON, all bool) error {
 	w := cmd.OutOrStdout()
 	if html != "" {
-		file, err := os.Create(html)
-		if err != nil {
-			return fmt.Errorf("--html: %w", err)
-		}
-		if err := errors.Join(set.HTML(file, time.Now()), file.Close()); err != nil {
-			return fmt.Errorf("--html: %w", err)
-		}
-		if !asJSON {
+		err := writeHTML(set, html)
+		if err == nil && !asJSON {
 			_, err = fmt.Fprintf(w, "written: %s\n", html)
 		}
 		if err != nil || !asJSON {
@@ -301,6 +295,17 @@ func showSet(cmd *cobra.Command, set *picture.Set, html string, asJSON, all bool
 		o.Files = -1
 	}
 	return set.Text(w, o)
+}
+
+func writeHTML(set *picture.Set, path string) error {
+	file, err := os.Create(path)
+	if err != nil {
+		return fmt.Errorf("--html: %w", err)
+	}
+	if err := errors.Join(set.HTML(file, time.Now()), file.Close()); err != nil {
+		return fmt.Errorf("--html: %w", err)
+	}
+	return nil
 }
 
 func newStartupRmCommand() *cobra.Command {

@@ -30,6 +30,7 @@ type traceFlags struct {
 	root, probe, net, entrypoint string
 	runs                         int
 	asJSON                       bool
+	html                         string // of foil trace
 	opts                         launch.Options
 	trace                        launch.TraceOptions
 	creds                        func() (credentials.Credential, error)
@@ -134,6 +135,7 @@ taken or sent (it is printed all the same).`,
 	}
 	f.add(cmd)
 	cmd.Flags().StringVar(&output, "output", "", "write the traces to `FILE` as well, as --json does")
+	cmd.Flags().StringVar(&f.html, "html", "", "write a page that shows the last run to `FILE`, for a browser")
 	cmd.Flags().BoolVar(&noSend, "no-send", false, "do not send the traces to the server")
 	return cmd
 }
@@ -174,6 +176,15 @@ func (f *traceFlags) run(cmd *cobra.Command, file io.Writer) (last *picture.Trac
 			return nil, err
 		}
 		last = v
+		if f.html != "" {
+			set, err := img.OfTrace(t)
+			if err == nil {
+				err = writeHTML(set, f.html)
+			}
+			if err != nil {
+				return nil, err
+			}
+		}
 		if res.Cut {
 			fmt.Fprintf(cmd.ErrOrStderr(), "foil: the service reads more than a trace can hold; what came after the first %d pages is left out\n", v.Pages)
 		}
