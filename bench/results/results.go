@@ -120,10 +120,13 @@ type Run struct {
 	Key
 	Began time.Time `json:"began"`
 	engines.Outcome
-	Disk int64           `json:"disk"`    // bytes below the worker's directory when complete
-	Late time.Duration   `json:"late_ns"` // of the link's most belated packet so far
-	Load *workloads.Load `json:"load,omitempty"`
-	Err  string          `json:"error,omitempty"`
+	// Touched is how many bytes of pages are read before ready, as the image's floor
+	// has it: what ArenaReady is to be compared with.
+	Touched int64           `json:"touched"`
+	Disk    int64           `json:"disk"`    // bytes below the worker's directory when complete
+	Late    time.Duration   `json:"late_ns"` // of the link's most belated packet so far
+	Load    *workloads.Load `json:"load,omitempty"`
+	Err     string          `json:"error,omitempty"`
 }
 
 // Dir is a result directory.

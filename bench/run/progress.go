@@ -95,8 +95,12 @@ func tell(r results.Run) string {
 		return b.String() + "FAILED: " + line
 	}
 	ready, quiet := r.Marks[engines.Ready], r.Marks[engines.Quiet]
-	fmt.Fprintf(&b, "ready %.2f s, %.1f MB; complete %.2f s, %.1f MB", ready.Time.Seconds(), float64(ready.Down)/1e6,
-		r.Marks[engines.Complete].Time.Seconds(), float64(quiet.Down)/1e6)
+	fmt.Fprintf(&b, "ready %.2f s, %.1f MB; ", ready.Time.Seconds(), float64(ready.Down)/1e6)
+	if complete, ok := r.Marks[engines.Complete]; ok {
+		fmt.Fprintf(&b, "complete %.2f s, %.1f MB", complete.Time.Seconds(), float64(quiet.Down)/1e6)
+	} else {
+		fmt.Fprintf(&b, "not complete, %.1f MB", float64(quiet.Down)/1e6)
+	}
 	return b.String()
 }
 

@@ -536,7 +536,7 @@ func (m *matrix) check(ctx context.Context, s *site.Site, r round) error {
 }
 
 // run is one session: what of it fails is recorded, and is no error.
-func (m *matrix) run(ctx context.Context, l *link.Link, se session) (err error) {
+func (m *matrix) run(ctx context.Context, l *link.Link, se session) error {
 	dir, err := os.MkdirTemp(m.dir, "session-")
 	if err != nil {
 		return fmt.Errorf("bench: %w", err)
@@ -544,17 +544,27 @@ func (m *matrix) run(ctx context.Context, l *link.Link, se session) (err error) 
 	if err := os.Chmod(dir, 0o711); err != nil {
 		return fmt.Errorf("bench: %w", err)
 	}
-	defer func() { err = errors.Join(err, site.RemoveTree(dir)) }()
+	// What a daemon of a peer leaves behind does not end a matrix of hours: its
+	// processes end with the namespaces, and its files go when the next begins.
+	after := func(what string, err error) {
+		if err != nil {
+			m.log("after %s: %s: %v", se.keys[0], what, err)
+		}
+	}
+	defer func() { after("remove the worker", site.RemoveTree(dir)) }()
 	s := &site.Site{Dir: dir, Link: l}
 	home := filepath.Join(dir, "worker")
 	if err := os.Mkdir(home, 0o711); err != nil {
 		return fmt.Errorf("bench: %w", err)
 	}
 	w := &turn{Worker: se.engine.Worker(s, m.Programs, home)}
-	defer func() { err = errors.Join(err, w.end()) }()
+	defer func() { after("stop its daemons", w.end()) }()
 	var failed error
 	for i, im := range se.versions {
 		r := results.Run{Key: se.keys[i], Began: time.Now().UTC()}
+		if p, ok := m.state.image(im.Name, im.Built.Digest.String()); ok {
+			r.Touched = p.Floor.Touched
+		}
 		if failed == nil {
 			failed = m.provision(ctx, s, w, im, home, &r)
 		} else {
