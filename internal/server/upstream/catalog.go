@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"slices"
 	"time"
 
@@ -28,6 +29,9 @@ const lookupTime = 2 * time.Minute
 // Tag implements catalog.Repositories: it asks the upstream.
 func (c Catalog) Tag(ctx context.Context, repo, tag string) (digest.Digest, error) {
 	a := c.a
+	if !namePattern.MatchString(repo) || !tagPattern.MatchString(tag) {
+		return "", noName("manifest", repo, tag)
+	}
 	local, err := c.Catalog.Tag(ctx, repo, tag)
 	here := err == nil
 	if err != nil && !errors.Is(err, catalog.ErrNotFound) {
@@ -37,17 +41,33 @@ func (c Catalog) Tag(ctx context.Context, repo, tag string) (digest.Digest, erro
 	if here && a.isFresh(key) {
 		return local, nil
 	}
-	v, err := a.share(ctx, &a.tags, key, true, func(ctx context.Context) (any, error) {
+	waiting := ctx
+	if here {
+		// The check that counts may have to wait for one that is under way.
+		var cancel context.CancelFunc
+		waiting, cancel = context.WithTimeout(ctx, a.o.TagTimeout)
+		defer cancel()
+	}
+	v, err := a.share(waiting, &a.tags, key, true, func(ctx context.Context) (any, error) {
 		return a.check(ctx, repo, tag)
 	})
 	if d, ok := v.(digest.Digest); ok && err == nil {
 		return d, nil
+	}
+	if waiting.Err() != nil && ctx.Err() == nil {
+		err = a.client.failed(waiting, "manifest "+nameOf(repo, tag), waiting.Err())
 	}
 	if here && bridged(err) {
 		a.log.Warn("upstream does not answer: a tag is served as it was", "repository", repo, "tag", tag, "manifest", local, "error", err)
 		return local, nil
 	}
 	return "", err
+}
+
+// noName is an error about names that no upstream has, and that must not become
+// part of a URL.
+func noName(what, repo, reference string) error {
+	return fmt.Errorf("%s %.300q: %w: that is no name", what, nameOf(repo, reference), catalog.ErrNotFound)
 }
 
 func (a *Accelerator) isFresh(key string) bool {
@@ -145,6 +165,9 @@ func (c Catalog) Manifest(ctx context.Context, repo string, d digest.Digest) (ca
 	if !errors.Is(err, catalog.ErrNotFound) {
 		return m, err
 	}
+	if !namePattern.MatchString(repo) || d.Validate() != nil {
+		return m, noName("manifest", repo, d.String())
+	}
 	v, err := c.a.share(ctx, &c.a.lookups, "manifest "+nameOf(repo, d.String()), false, func(ctx context.Context) (any, error) {
 		ctx, cancel := context.WithTimeout(ctx, lookupTime)
 		defer cancel()
@@ -174,9 +197,16 @@ func (c Catalog) Blob(ctx context.Context, repo string, d digest.Digest) (catalo
 	if !errors.Is(err, catalog.ErrNotFound) {
 		return b, err
 	}
+	if !namePattern.MatchString(repo) || d.Validate() != nil {
+		return b, noName("blob", repo, d.String())
+	}
 	v, err := c.a.share(ctx, &c.a.lookups, "blob "+nameOf(repo, d.String()), false, func(ctx context.Context) (any, error) {
 		ctx, cancel := context.WithTimeout(ctx, lookupTime)
 		defer cancel()
+		// It may have been asked between the look at the catalog and this run.
+		if b, err := c.Catalog.Blob(ctx, repo, d); !errors.Is(err, catalog.ErrNotFound) {
+			return b, err
+		}
 		size, err := c.a.client.size(ctx, repo, d)
 		if err != nil {
 			return nil, err
@@ -202,8 +232,10 @@ func (c Catalog) UnlinkBlob(ctx context.Context, repo string, d digest.Digest) e
 // Tags implements catalog.Repositories: those of the upstream.
 func (c Catalog) Tags(ctx context.Context, repo, after string, limit int) ([]string, error) {
 	a := c.a
+	asking, cancel := context.WithTimeout(ctx, lookupTime)
+	defer cancel()
 	what := "tags of " + repo
-	names, err := a.client.list(ctx, what, a.client.repository(repo)+"/tags/list", a.client.pull(repo), "tags", after, limit)
+	names, err := a.client.list(asking, what, a.client.repository(repo)+"/tags/list", a.client.pull(repo), "tags", after, limit)
 	if bridged(err) {
 		if local, lerr := c.Catalog.Tags(ctx, repo, after, limit); lerr == nil {
 			a.log.Warn("upstream does not answer: the tags that are here are listed", "repository", repo, "error", err)
@@ -217,15 +249,17 @@ func (c Catalog) Tags(ctx context.Context, repo, after string, limit int) ([]str
 // its prefix.
 func (c Catalog) ListRepositories(ctx context.Context, after string, limit int) ([]string, error) {
 	a := c.a
+	asking, cancel := context.WithTimeout(ctx, lookupTime)
+	defer cancel()
 	const scope = "registry:catalog:*"
 	var names []string
 	var err error
 	if a.client.prefix == "" {
-		names, err = a.client.list(ctx, "repositories", "_catalog", scope, "repositories", after, limit)
+		names, err = a.client.list(asking, "repositories", "_catalog", scope, "repositories", after, limit)
 	} else {
 		// What is below the prefix may begin anywhere in the list.
 		var all []string
-		all, err = a.client.list(ctx, "repositories", "_catalog", scope, "repositories", "", -1)
+		all, err = a.client.list(asking, "repositories", "_catalog", scope, "repositories", "", -1)
 		for _, name := range all {
 			if prefix := a.client.prefix + "/"; len(name) > len(prefix) && name[:len(prefix)] == prefix {
 				names = append(names, name[len(prefix):])
@@ -263,10 +297,12 @@ const maxReferrers = 1000
 // that stand for it.
 func (c Catalog) Referrers(ctx context.Context, repo string, d digest.Digest, artifactType string) ([]catalog.Manifest, error) {
 	a := c.a
+	asking, cancel := context.WithTimeout(ctx, lookupTime)
+	defer cancel()
 	what := "referrers of " + nameOf(repo, d.String())
 	var b []byte
-	err := a.client.try(ctx, func() (err error) {
-		b, _, err = a.client.json(ctx, what, a.client.repository(repo)+"/referrers/"+d.String(), a.client.pull(repo))
+	err := a.client.try(asking, func() (err error) {
+		b, _, err = a.client.json(asking, what, a.client.repository(repo)+"/referrers/"+d.String(), a.client.pull(repo))
 		return err
 	})
 	var index ocispec.Index

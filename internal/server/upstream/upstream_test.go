@@ -754,6 +754,33 @@ func TestDigestIsNoPermission(t *testing.T) {
 	wantCount(t, up, "GET blobs", 1)
 }
 
+// Names that clients make up do not become another request to the upstream.
+func TestNames(t *testing.T) {
+	up := upstreamtest.Start(t)
+	asked := 0
+	up.Intercept(func(http.ResponseWriter, *http.Request) bool { asked++; return false })
+	f := start(t, upstream.Options{URL: up.URL})
+	cat, d := f.Catalog(), digest.FromString("x")
+	for _, repo := range []string{"../admin", "a/../../b", "a?x=", "A", "", "a b", "a%2f"} {
+		_, err := cat.Tag(t.Context(), repo, "1")
+		_, err2 := cat.Manifest(t.Context(), repo, d)
+		_, err3 := cat.Blob(t.Context(), repo, d)
+		for _, err := range []error{err, err2, err3} {
+			if !errors.Is(err, catalog.ErrNotFound) {
+				t.Errorf("%q: %v", repo, err)
+			}
+		}
+	}
+	for _, tag := range []string{"../x", "", "a/b", "a?b"} {
+		if _, err := cat.Tag(t.Context(), "app", tag); !errors.Is(err, catalog.ErrNotFound) {
+			t.Errorf("tag %q: %v", tag, err)
+		}
+	}
+	if asked > 0 {
+		t.Errorf("the upstream was asked %d times", asked)
+	}
+}
+
 func TestCredentials(t *testing.T) {
 	dir := t.TempDir()
 	write := func(name, content string) string {
