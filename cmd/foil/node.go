@@ -20,7 +20,7 @@ import (
 func newNodeCommand() *cobra.Command {
 	var opts node.Options
 	var level slog.Level
-	var format, gate, report, limit string
+	var format, gate, report, limit, startup string
 	var at sockets
 	cmd := &cobra.Command{
 		Use:   "node [flags]",
@@ -115,6 +115,12 @@ Exit codes: 0 it was told to end; 1 an error, in the log as well.`,
 			opts.NoReports = report == "off"
 			var kubelet credentials.Memory
 			opts.Credentials = kubelet.For
+			switch startup {
+			case "on", "off":
+				opts.NoStartup = startup == "off"
+			default:
+				return usagef("--startup %s: say on or off", startup)
+			}
 			opts.Version = version()
 			n, err := node.New(opts)
 			if err != nil {
@@ -135,6 +141,7 @@ Exit codes: 0 it was told to end; 1 an error, in the log as well.`,
 	flags.Float64Var(&opts.ReportSample, "report-sample", 1, "`SHARE` of the starts to tell of, above 0 and at most 1")
 	flags.StringVar(&gate, "gate", "auto", "`GATE` that holds back reads: auto, fanotify, fuse or loop")
 	flags.StringVar(&limit, "disk-limit", "", "`LIMIT` for what images take, 80% of the filesystem or 50GB, above which those that nothing uses are removed, least recently used first; empty: none")
+	flags.StringVar(&startup, "startup", "on", "startup sets, the pages that a start touches, sent before all else: `on` or off")
 	flags.StringVar(&at.snapshotter, "snapshotter-socket", "default", "`PATH` of the socket for containerd; default: DIR/run/snapshotter.sock; off: none")
 	flags.StringVar(&at.mirror, "mirror-listen", "off", "`HOST:PORT` of loopback at which containerd resolves images, so that pull and resolve are one request to the server; a port below 1024, which only root can take; off: none")
 	flags.StringVar(&at.criProxy, "cri-proxy-socket", "off", "`PATH` of a socket for the kubelet's --image-service-endpoint, by which the daemon learns the credentials of its pulls; off: none")

@@ -15,7 +15,7 @@ import (
 
 func newPullCommand() *cobra.Command {
 	var root, until string
-	var asJSON bool
+	var asJSON, startup bool
 	var interval time.Duration
 	var req api.PullRequest
 	var creds func() (credentials.Credential, error)
@@ -41,7 +41,7 @@ makes no sense; 130 interrupted (the pull goes on).`,
   foil pull --json 10.0.0.7:5000/app:v2 --plain-http | jq -r .event`,
 		Args: cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) (err error) {
-			req.Ref, req.Until = args[0], api.EventKind(until)
+			req.Ref, req.Until, req.NoStartup = args[0], api.EventKind(until), !startup
 			if req.Until != api.Mounted && req.Until != api.Complete {
 				return usagef("--until %s: say mounted or complete", until)
 			}
@@ -66,6 +66,7 @@ makes no sense; 130 interrupted (the pull goes on).`,
 	f := cmd.Flags()
 	f.StringVar(&req.Platform, "platform", "", "`OS/ARCH[/VARIANT]` to choose from an index (default this host's)")
 	f.BoolVar(&req.PlainHTTP, "plain-http", false, "speak HTTP without TLS; loopback addresses always do")
+	f.BoolVar(&startup, "startup", true, "have the pages that a start touches come first, if the server knows them")
 	f.StringVar(&until, "until", string(api.Complete), "wait for `EVENT`: mounted (containers can start) or complete")
 	f.BoolVar(&asJSON, "json", false, "print one event a line, as JSON")
 	f.DurationVar(&interval, "interval", 0, "time between progress reports (default 0.1s on a terminal, 10s elsewhere, none with --json)")

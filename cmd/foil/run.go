@@ -25,7 +25,7 @@ import (
 // runFlags are the flags of foil run that are not launch.Options themselves.
 type runFlags struct {
 	root, probe, until, pull, net, events, entrypoint string
-	json, interactive                                 bool
+	json, interactive, startup                        bool
 }
 
 func newRunCommand() *cobra.Command {
@@ -58,7 +58,8 @@ A probe tells when the container is ready:
 
 With --json or --events each event is a line of JSON: resolved, mounted,
 started, ready, complete, exited; with the seconds since the command began, the
-bytes moved so far, and the reads that had to wait. The standard output is the
+bytes moved so far, the reads that had to wait, and what came as a startup set:
+the pages that a start of this service touches, sent before all else. The standard output is the
 container's alone, so --json writes to standard error; --events writes to a file,
 or to a descriptor that the caller opened.
 
@@ -88,6 +89,7 @@ interrupted before the start. With --until: 0 if the event came.`,
 			if len(command) > 0 {
 				o.Spec.Args = command
 			}
+			o.Pull.NoStartup = !f.startup
 			code, err := runContainer(cmd, &f, &o)
 			if err != nil {
 				return &exitError{launch.ExitCode(err), advise(f.root, err)}
@@ -124,6 +126,7 @@ interrupted before the start. With --until: 0 if the event came.`,
 	fs.StringVar(&f.pull, "pull", string(launch.PullMissing), "when to ask the image's server: missing (unless it is here, complete), always or never")
 	fs.StringVar(&o.Pull.Platform, "platform", "", "`OS/ARCH[/VARIANT]` to choose from an index (default this host's)")
 	fs.BoolVar(&o.Pull.PlainHTTP, "plain-http", false, "speak HTTP without TLS; loopback addresses always do")
+	fs.BoolVar(&f.startup, "startup", true, "have the pages that a start touches come first, if the server knows them")
 	return cmd
 }
 

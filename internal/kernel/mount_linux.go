@@ -36,6 +36,21 @@ type Erofs struct {
 	// Setting it needs sysfs and is done before the mount can be seen. With Loop
 	// it is that of the image's loop device, which keeps it.
 	ReadAhead *int
+	// ReadAheadFile, when not nil, is set to the path of the file by which the
+	// read-ahead that ReadAhead set can be set anew.
+	ReadAheadFile *string
+}
+
+// DefaultReadAhead is the kernel's read-ahead of a mount, KiB.
+const DefaultReadAhead = 128
+
+// SetReadAhead sets the read-ahead of a mount by the file that
+// Erofs.ReadAheadFile named, KiB. Files that are open keep the one that they were opened with.
+func SetReadAhead(file string, kib int) error {
+	if err := os.WriteFile(file, strconv.AppendInt(nil, int64(kib), 10), 0); err != nil {
+		return fmt.Errorf("set read-ahead: %w", err)
+	}
+	return nil
 }
 
 // MountErofs mounts read-only. Set-user-ID bits and device nodes work in the
@@ -57,8 +72,11 @@ func MountErofs(e Erofs) error {
 		source = loops[0].Name()
 		if e.ReadAhead != nil {
 			name := filepath.Join("/sys/block", filepath.Base(source), "queue/read_ahead_kb")
-			if err := os.WriteFile(name, strconv.AppendInt(nil, int64(*e.ReadAhead), 10), 0); err != nil {
-				return fmt.Errorf("%s: set read-ahead: %w", what, err)
+			if err := SetReadAhead(name, *e.ReadAhead); err != nil {
+				return fmt.Errorf("%s: %w", what, err)
+			}
+			if e.ReadAheadFile != nil {
+				*e.ReadAheadFile = name
 			}
 		}
 	}
@@ -74,7 +92,11 @@ func MountErofs(e Erofs) error {
 		if e.ReadAhead == nil || e.Loop {
 			return unix.FsconfigCreate(fs)
 		}
-		return createWithReadAhead(fs, "erofs", *e.ReadAhead)
+		name, err := createWithReadAhead(fs, "erofs", *e.ReadAhead)
+		if err == nil && e.ReadAheadFile != nil {
+			*e.ReadAheadFile = name
+		}
+		return err
 	}
 	flags := 0
 	if e.Beneath {
@@ -228,29 +250,27 @@ var bdiCreate sync.Mutex
 // the one that was not there before. When another process made one in the same
 // moment, which is whose cannot be told: errWhichBDI, and the caller makes
 // another superblock.
-func createWithReadAhead(fs int, fstype string, kib int) error {
+// It returns the file that sets the read-ahead.
+func createWithReadAhead(fs int, fstype string, kib int) (string, error) {
 	bdiCreate.Lock()
 	defer bdiCreate.Unlock()
 	before, err := bdis(fstype)
 	if err != nil {
-		return err
+		return "", err
 	}
 	if err := unix.FsconfigCreate(fs); err != nil {
-		return err
+		return "", err
 	}
 	after, err := bdis(fstype)
 	if err != nil {
-		return err
+		return "", err
 	}
 	after = slices.DeleteFunc(after, func(name string) bool { return slices.Contains(before, name) })
 	if len(after) != 1 {
-		return errWhichBDI
+		return "", errWhichBDI
 	}
 	name := filepath.Join(bdiDir, after[0], "read_ahead_kb")
-	if err := os.WriteFile(name, strconv.AppendInt(nil, int64(kib), 10), 0); err != nil {
-		return fmt.Errorf("set read-ahead: %w", err)
-	}
-	return nil
+	return name, SetReadAhead(name, kib)
 }
 
 var errWhichBDI = errors.New("others mount the same just now, and which backing device is whose cannot be told: try again")

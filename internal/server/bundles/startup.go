@@ -34,10 +34,7 @@ func (p *pull) startup(ctx context.Context, d *planner.Difference, wants []plann
 			continue
 		}
 		arrive[i] = here[i]
-		args := p.req.Images[i].Args
-		if args == nil {
-			args = slices.Concat(m.Image.Config.Entrypoint, m.Image.Config.Cmd)
-		}
+		args := p.req.Images[i].Service(m.Image.Config)
 		x := wants[i].Index
 		set, err := p.h.sets.Find(ctx, m.startupImage(x.TOC()), args, x.Table())
 		if err != nil && ctx.Err() == nil {

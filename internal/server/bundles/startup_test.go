@@ -96,7 +96,10 @@ func pagesOf(t testing.TB, x *toc.TOC, path string, first, blocks uint32) trace.
 // startupRequest asks for an image with the set of a service.
 func startupRequest(repo, reference string, args []string) *bundle.Request {
 	req := request(repo, reference)
-	req.Images[0].Startup, req.Images[0].Args = true, args
+	req.Images[0].Startup = true
+	if args != nil {
+		req.Images[0].Entrypoint = args
+	}
 	return req
 }
 

@@ -41,6 +41,16 @@ type PullRequest struct {
 	// what the daemon has in its Docker configuration. It is not kept: a daemon
 	// that is started again goes on without.
 	Credential credentials.Credential `json:"credential,omitzero"`
+	// NoStartup does without the startup set of the image.
+	NoStartup bool `json:"no_startup,omitempty"`
+	// Entrypoint and Args are what will run in the place of the image's
+	// entrypoint and command, so that the startup set is that of this service: as
+	// in bundle.ImageRequest.
+	Entrypoint []string `json:"entrypoint,omitempty"`
+	Args       []string `json:"args,omitempty"`
+	// Probed says that Service.ContainerStarted will be told when the container is
+	// ready.
+	Probed bool `json:"probed,omitempty"`
 	// Until ends the event stream (not the pull) after the named event:
 	// "mounted" or "complete" (default).
 	Until EventKind `json:"until,omitempty"`
@@ -81,11 +91,22 @@ type Event struct {
 	ContentTotal int64 `json:"content_total,omitempty"`
 	// Waits counts reads that had to wait for absent blocks; Waited is their
 	// summed time in seconds.
-	Waits    int64   `json:"waits"`
-	Waited   float64 `json:"waited"`
-	Err      string  `json:"error,omitempty"`
-	Code     string  `json:"code,omitempty"` // of an Error
-	ExitCode *int    `json:"exit_code,omitempty"`
+	Waits  int64   `json:"waits"`
+	Waited float64 `json:"waited"`
+	// StartupOrigin is what the startup set was made from, empty if none came;
+	// StartupMoved are the bytes that it took on the network, StartupRaw those of its pages.
+	StartupOrigin string `json:"startup_origin,omitempty"`
+	StartupMoved  int64  `json:"startup_moved,omitempty"`
+	StartupRaw    int64  `json:"startup_raw,omitempty"`
+	// ArenaBytes is what was written to the image's arena by this daemon so far.
+	ArenaBytes int64 `json:"arena_bytes,omitempty"`
+	// Touched are the bytes of the pages of its arena that were read so far: exact
+	// while the read-ahead of the mount is off, which it is until ready if there is a
+	// startup set; with it, read-ahead counts.
+	Touched  int64  `json:"touched,omitempty"`
+	Err      string `json:"error,omitempty"`
+	Code     string `json:"code,omitempty"` // of an Error
+	ExitCode *int   `json:"exit_code,omitempty"`
 }
 
 // Image is one image on the worker.

@@ -120,6 +120,7 @@ type Arena struct {
 	once    sync.Once // closes done
 
 	waits waits
+	reads reads
 
 	sync struct {
 		sync.Mutex
@@ -225,6 +226,7 @@ func open(dir string, f *os.File, l *Layout, boot bootID) (*Arena, error) {
 	}
 	a := &Arena{dir: dir, layout: l, file: f, conn: conn, boot: boot, done: make(chan struct{})}
 	a.waits.init()
+	a.reads.init(l)
 	p, err := openPresence(dir, l)
 	if err != nil {
 		return nil, err
@@ -418,7 +420,8 @@ func MergePresent(b []byte, t *toc.TOC, content int, from *Arena, fromContent in
 }
 
 // Sync makes what is present now durable: an fdatasync of the arena, and then a
-// new durable map. It does nothing when nothing has arrived since the last one.
+// new durable map. It does nothing when nothing has arrived since the last one. What
+// has been read by way of the gate leaves the arena's page cache (see Touch).
 //
 // When the fdatasync fails, the kernel may have dropped bytes that it had
 // accepted. Then what is not durable is taken back, the arena fails, and so
@@ -442,7 +445,9 @@ func (a *Arena) Sync(ctx context.Context) error {
 	if closed {
 		return fmt.Errorf("sync arena %s: %w", a.dir, ErrClosed)
 	}
+	read := a.reads.undropped()
 	if a.sync.last.segments != nil && now.equal(a.sync.last) {
+		a.drop(read)
 		return nil
 	}
 	var err error
@@ -459,6 +464,7 @@ func (a *Arena) Sync(ctx context.Context) error {
 		return fmt.Errorf("sync arena %s: write its durable map: %w", a.dir, explain(err))
 	}
 	a.sync.last = now
+	a.drop(read)
 	return nil
 }
 

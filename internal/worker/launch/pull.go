@@ -23,6 +23,7 @@ func (r *run) pull(ctx context.Context) {
 	r.mu.Unlock()
 	req := r.o.Pull
 	req.Until = api.Complete
+	req.Entrypoint, req.Args, req.Probed = r.o.Spec.Entrypoint, r.o.Spec.Args, r.o.Probe != nil && r.tracing == nil
 	mounted := sync.OnceFunc(func() { close(r.mounted) })
 	for ev, err := range r.Client.Pull(ctx, req) {
 		if ctx.Err() != nil {

@@ -20,7 +20,7 @@ func (p *pull) happened(kind api.EventKind, err error) {
 		p.n.log.Debug("an image was asked for its header only", "ref", ev.Ref, "error", err)
 	} else if err == nil {
 		p.n.log.Info("image "+string(kind), "ref", ev.Ref, "digest", ev.Digest, "elapsed", seconds(ev.Elapsed),
-			"moved", ev.BytesMoved, "here", ev.ContentHere, "contents", ev.ContentTotal, "waits", ev.Waits, "waited", seconds(ev.Waited))
+			"moved", ev.BytesMoved, "here", ev.ContentHere, "contents", ev.ContentTotal, "startup", ev.StartupRaw, "waits", ev.Waits, "waited", seconds(ev.Waited))
 	} else {
 		p.n.log.Error("pull failed", "ref", ev.Ref, "error", err)
 	}
@@ -52,8 +52,16 @@ func (p *pull) snapshot() api.Event {
 	}
 	ev.BytesMoved, ev.BytesTotal = pr.Moved, pr.Total
 	ev.Waits, ev.Waited = pr.Waits, pr.Waited.Seconds()
+	ev.StartupOrigin, ev.StartupMoved, ev.StartupRaw, ev.ArenaBytes = pr.Startup.Origin, pr.Startup.Moved, pr.Startup.Raw, pr.Written
 	if r != nil {
 		p.n.mu.Lock()
+		a := r.arena
+		if a == nil {
+			a = r.retired
+		}
+		if a != nil {
+			ev.Touched = a.Touched()
+		}
 		ev.ContentHere, ev.ContentTotal = r.here(), r.rec.Contents
 		p.n.mu.Unlock()
 	}

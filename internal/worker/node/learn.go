@@ -345,12 +345,16 @@ func (n *Node) ContainerStarted(_ context.Context, id string, s api.Start) error
 	n.mu.Lock()
 	c := n.containers[id]
 	var l *learner
+	var p *pull
 	if c != nil && !c.Traced {
 		if r := n.rootfs[c.ChainID]; r != nil {
-			l = r.learning
+			l, p = r.learning, r.filling
 		}
 	}
 	n.mu.Unlock()
+	if p != nil && !s.Ready.IsZero() {
+		p.isReady()
+	}
 	if c == nil {
 		return errorf(api.CodeNotFound, "no container %s: `foil ps -a` lists them", id)
 	}

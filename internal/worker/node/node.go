@@ -63,6 +63,8 @@ type Options struct {
 	// warmed up with.
 	Connect []string
 	WarmUp  int64
+	// NoStartup does without startup sets.
+	NoStartup bool
 	// Version is told to clients.
 	Version string
 	Logger  *slog.Logger

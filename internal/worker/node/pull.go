@@ -52,6 +52,9 @@ type pull struct {
 	err        error // why it has failed
 
 	used map[*rootfs]bool // which it keeps from being removed; guarded by Node.mu
+
+	ready     chan struct{} // closed by isReady
+	readyOnce sync.Once
 }
 
 // Causes for which a pull is stopped. Reads that wait for it go on waiting.
@@ -113,7 +116,7 @@ func (n *Node) startPull(req api.PullRequest, manifest digest.Digest) (*pull, er
 }
 
 func (n *Node) newPull(r ref, req api.PullRequest) *pull {
-	p := &pull{n: n, ref: r, req: req, begun: time.Now(), changed: make(chan struct{}), used: make(map[*rootfs]bool)}
+	p := &pull{n: n, ref: r, req: req, begun: time.Now(), changed: make(chan struct{}), used: make(map[*rootfs]bool), ready: make(chan struct{})}
 	p.ctx, p.stop = context.WithCancelCause(n.ctx)
 	return p
 }
@@ -148,6 +151,12 @@ func (p *pull) run() {
 		}
 	}
 	p.stop(nil)
+	p.mu.Lock()
+	r := p.rootfs
+	p.mu.Unlock()
+	if r != nil {
+		n.endStart(r)
+	}
 	p.mu.Lock()
 	// What a fetch knows of a large image is large.
 	if p.fetch != nil {
@@ -224,11 +233,15 @@ func (p *pull) bring(ctx context.Context) error {
 			Name:   p.ref.name,
 			Request: bundle.Request{
 				Versions: []int{bundle.Version},
-				Images:   []bundle.ImageRequest{{Repository: ask[0].Repository, Reference: reference, Platform: platform}},
-				Have:     have,
+				Images: []bundle.ImageRequest{{
+					Repository: ask[0].Repository, Reference: reference, Platform: platform,
+					Startup: p.wantsStartup(), Entrypoint: p.req.Entrypoint, Args: p.req.Args,
+				}},
+				Have: have,
 			},
 			Open:           p.open,
 			TOC:            p.encodedTOC,
+			Early:          p.arrived,
 			GiveUp:         n.opts.GiveUp,
 			GiveUpUnopened: atOnce,
 			Logger:         n.log,
@@ -276,7 +289,7 @@ func (p *pull) bring(ctx context.Context) error {
 		n.log.Warn("not all that was to be taken from other images is here; asking for it", "ref", p.ref, "segments", a.Missing())
 		again = true
 		n.mu.Lock()
-		have = []bundle.Have{{ChainID: r.rec.ChainID, TOC: r.rec.TOC, Present: r.present()}}
+		have = []bundle.Have{{ChainID: r.rec.ChainID, TOC: r.rec.TOC, Present: r.present(), Pages: fetch.Pages(a)}}
 		n.mu.Unlock()
 		reference = img.Digest.String()
 	}
@@ -327,6 +340,9 @@ func (p *pull) haves() []bundle.Have {
 				continue
 			}
 			h.Present = r.present()
+			if r.arena != nil {
+				h.Pages = fetch.Pages(r.arena)
+			}
 		}
 		p.use(r)
 		list = append(list, h)

@@ -38,6 +38,7 @@ import (
 //	arena, presence, durable
 //	             package arena
 //	gated        there while it is mounted by way of a FUSE gate: see gated.go
+//	readahead    there while its mount has no read-ahead: see readahead.go
 //	mnt          where it is mounted, once for all containers
 //
 // A rootfs that nothing names, but for others that use contents in its arena,
@@ -64,6 +65,7 @@ type rootfs struct {
 	committed bool          // its record is on the disk: a new daemon will know it
 	mounted   bool
 	gated     bool  // its mount reads by files of the gate: see gated.go
+	starting  bool  // its mount is to be made without read-ahead: see readahead.go
 	filling   *pull // that fills it now
 
 	// learning notices what the first container on it reads; nil: nothing does.
@@ -267,7 +269,7 @@ func sum(b []byte) string {
 // A content that another arena holds whole is used in place. Called with
 // Node.layout held.
 func (n *Node) createRootfs(chain digest.Digest, encoded []byte, t *toc.TOC, p *pull) (_ *rootfs, _ placement, err error) {
-	r := &rootfs{dir: n.newDir(chain), filling: p, ready: make(chan struct{})}
+	r := &rootfs{dir: n.newDir(chain), filling: p, starting: p.wantsStartup(), ready: make(chan struct{})}
 	r.rec = rootfsRecord{
 		Version: rootfsVersion,
 		ChainID: chain,
@@ -447,7 +449,7 @@ func (n *Node) mount(r *rootfs) error {
 	if err := r.setGated(gated); err != nil {
 		return err
 	}
-	if err := kernel.MountErofs(kernel.Erofs{Image: r.path("meta.erofs"), Devices: devices, Target: r.path("mnt"), Loop: n.loop}); err != nil {
+	if err := n.mountErofs(r, devices); err != nil {
 		return mountError(fmt.Errorf("mount rootfs %s: %w", r.rec.ChainID, err))
 	}
 	n.mu.Lock()
@@ -557,7 +559,9 @@ type backing struct {
 	learn *learner // nil: nobody wants to know what is read
 }
 
+// Present is asked once for each read that meets the gate.
 func (b *backing) Present(off, n int64) bool {
+	b.arena.Touch(off, n)
 	present := b.arena.Present(off, n)
 	if b.learn != nil {
 		b.learn.read(off, n, !present)

@@ -1,0 +1,109 @@
+package node
+
+import (
+	"errors"
+	"io/fs"
+	"os"
+	"strings"
+	"time"
+
+	"hydrofoil.dev/foil/internal/kernel"
+	"hydrofoil.dev/foil/internal/worker/fetch"
+)
+
+// A startup set has the pages that a start touches, and no others. With
+// read-ahead, a read asks for a window around its page, most of which is not in
+// the set, and waits for all of it. So the mount of a rootfs that comes with a
+// startup set has no read-ahead until its container is ready, as far as anybody
+// says so: else for settle after the set has arrived, and never once everything
+// is here.
+//
+// A file that is opened meanwhile keeps reading page by page for as long as it is open.
+const settle = 5 * time.Second
+
+// readAheadName is a file in the directory of a rootfs whose mount has no
+// read-ahead: it names the file that sets it. After a reboot it says nothing.
+const readAheadName = "readahead"
+
+// mountErofs mounts a rootfs at its place.
+func (n *Node) mountErofs(r *rootfs, devices []string) error {
+	e := kernel.Erofs{Image: r.path("meta.erofs"), Devices: devices, Target: r.path("mnt"), Loop: n.loop}
+	n.mu.Lock()
+	off := r.starting
+	n.mu.Unlock()
+	if !off {
+		return kernel.MountErofs(e)
+	}
+	var none int
+	var file string
+	e.ReadAhead, e.ReadAheadFile = &none, &file
+	if err := kernel.MountErofs(e); err != nil {
+		// Where sysfs is read-only the mount has read-ahead, and reads wait for more.
+		n.log.Debug("mount without read-ahead", "rootfs", r.rec.ChainID, "error", err)
+		e.ReadAhead, e.ReadAheadFile = nil, nil
+		return kernel.MountErofs(e)
+	}
+	if err := os.WriteFile(r.path(readAheadName), []byte(file), 0o600); err != nil {
+		return errors.Join(err, kernel.SetReadAhead(file, kernel.DefaultReadAhead))
+	}
+	n.mu.Lock()
+	over := !r.starting // before the mount was there
+	n.mu.Unlock()
+	if over {
+		n.endStart(r)
+	}
+	return nil
+}
+
+// endStart gives the mount of a rootfs its read-ahead, if it has none.
+func (n *Node) endStart(r *rootfs) {
+	n.mu.Lock()
+	r.starting = false
+	n.mu.Unlock()
+	file, err := os.ReadFile(r.path(readAheadName))
+	if errors.Is(err, fs.ErrNotExist) {
+		return
+	}
+	if err == nil {
+		err = kernel.SetReadAhead(strings.TrimSpace(string(file)), kernel.DefaultReadAhead)
+	}
+	if err != nil && !errors.Is(err, fs.ErrNotExist) { // it is not mounted any more
+		n.log.Warn("give a mount its read-ahead back: large files are read slowly", "rootfs", r.rec.ChainID, "error", err)
+	}
+	if err := os.Remove(r.path(readAheadName)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		n.log.Warn("remove a file", "error", err)
+	}
+}
+
+// arrived is told of the startup set when all of it has arrived, or when there is
+// none.
+func (p *pull) arrived(s fetch.Startup) {
+	p.mu.Lock()
+	r := p.rootfs
+	p.mu.Unlock()
+	if r == nil {
+		return
+	}
+	p.n.work.Go(func() {
+		if s.Origin != "" {
+			settled := time.NewTimer(settle)
+			defer settled.Stop()
+			after := settled.C
+			if p.req.Probed {
+				after = nil
+			}
+			select {
+			case <-p.ready:
+			case <-after:
+			case <-p.ctx.Done():
+			}
+		}
+		p.n.endStart(r)
+	})
+}
+
+// isReady ends what p does for the start of a container.
+func (p *pull) isReady() { p.readyOnce.Do(func() { close(p.ready) }) }
+
+// wantsStartup reports whether a pull asks for a startup set.
+func (p *pull) wantsStartup() bool { return !p.n.opts.NoStartup && !p.req.NoStartup }
