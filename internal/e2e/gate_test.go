@@ -24,6 +24,7 @@ func TestOtherGates(t *testing.T) {
 		{"daemon killed again and again", TestDaemonKilledAgainAndAgain},
 		{"mounted before the bytes are here", TestMountedBeforeTheBytesAreHere},
 		{"complete without the gate", testCompletePassesTheGate},
+		{"startup set", TestStartupSet},
 		{"trace is exact", TestTraceIsExact},
 		{"trace, daemon killed", TestTraceDaemonKilled},
 	}

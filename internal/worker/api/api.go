@@ -94,10 +94,12 @@ type Event struct {
 	Waits  int64   `json:"waits"`
 	Waited float64 `json:"waited"`
 	// StartupOrigin is what the startup set was made from, empty if none came;
-	// StartupMoved are the bytes that it took on the network, StartupRaw those of its pages.
+	// StartupMoved are the bytes that it took on the network so far, StartupRaw
+	// those of its pages that have been written, of StartupTotal.
 	StartupOrigin string `json:"startup_origin,omitempty"`
 	StartupMoved  int64  `json:"startup_moved,omitempty"`
 	StartupRaw    int64  `json:"startup_raw,omitempty"`
+	StartupTotal  int64  `json:"startup_total,omitempty"`
 	// ArenaBytes is what was written to the image's arena by this daemon so far.
 	ArenaBytes int64 `json:"arena_bytes,omitempty"`
 	// Touched are the bytes of the pages of its arena that were read so far: exact

@@ -156,6 +156,7 @@ type Pull struct {
 	unsync     atomic.Int64 // bytes of contents since the last sync
 	pagesMoved atomic.Int64 // bytes of frames of startup sets
 	pagesRaw   atomic.Int64 // bytes of the page runs in them that were written
+	pagesTotal atomic.Int64 // what pagesRaw will be
 	rate       rate
 	kick       chan struct{} // a sync is due
 

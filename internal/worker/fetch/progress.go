@@ -30,12 +30,13 @@ type Startup struct {
 	Origin string // of the first one, an Origin constant of package bundle; empty: none came
 	Moved  int64  // bytes of their frames
 	Raw    int64  // bytes of page runs that were written
+	Total  int64  // what Raw will be
 }
 
 func (p *Pull) startup() Startup {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	return Startup{Origin: p.origin, Moved: p.pagesMoved.Load(), Raw: p.pagesRaw.Load()}
+	return Startup{Origin: p.origin, Moved: p.pagesMoved.Load(), Raw: p.pagesRaw.Load(), Total: p.pagesTotal.Load()}
 }
 
 // Progress returns how far the pull is now.

@@ -40,7 +40,9 @@ func (s *stream) startup(ctx context.Context, v *bundle.Startup) error {
 	}
 	if s.sets == nil {
 		s.sets = make(map[int]*set)
+		p.pagesTotal.Store(p.pagesRaw.Load()) // of earlier streams
 	}
+	p.pagesTotal.Add(v.ContentBytes())
 	s.sets[v.Index] = taken
 	return nil
 }

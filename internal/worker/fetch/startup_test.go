@@ -114,7 +114,7 @@ func TestStartup(t *testing.T) {
 		const raw = 3*4096 + 6000 + 40_000 + 4096
 		pr := p.Progress()
 		if len(early) != 1 || early[0] != pr.Startup || pr.Startup.Origin != bundle.OriginTraced || pr.Startup.Raw != raw ||
-			pr.Startup.Moved < 1000 || pr.Moved != pr.Total || pr.Written < pr.ContentHere {
+			pr.Startup.Moved < 1000 || pr.Startup.Total != raw || pr.Moved != pr.Total || pr.Written < pr.ContentHere {
 			t.Errorf("told of %+v, progress %+v", early, pr)
 		}
 		if len(s.promotions) != 0 || pr.Promotions != 0 {

@@ -52,7 +52,8 @@ func (p *pull) snapshot() api.Event {
 	}
 	ev.BytesMoved, ev.BytesTotal = pr.Moved, pr.Total
 	ev.Waits, ev.Waited = pr.Waits, pr.Waited.Seconds()
-	ev.StartupOrigin, ev.StartupMoved, ev.StartupRaw, ev.ArenaBytes = pr.Startup.Origin, pr.Startup.Moved, pr.Startup.Raw, pr.Written
+	ev.StartupOrigin, ev.StartupMoved, ev.StartupRaw = pr.Startup.Origin, pr.Startup.Moved, pr.Startup.Raw
+	ev.StartupTotal, ev.ArenaBytes = pr.Startup.Total, pr.Written
 	if r != nil {
 		p.n.mu.Lock()
 		a := r.arena

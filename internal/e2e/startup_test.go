@@ -1,0 +1,193 @@
+package e2e
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/worker/api"
+)
+
+// service is what runs in these tests: it reads forty files of 60,000 bytes, and
+// some pages of another, until it says so.
+var service = []string{"/bin/sh", "-c", "trap exit TERM; cat /data/000[1-4]? | sha256sum; /bin/busybox dd if=/data/00100 bs=4096 skip=5 count=2 2>/dev/null | sha256sum; echo up; sleep 1000 & wait"}
+
+// serviceBytes are those of the files, at least.
+const serviceBytes = 40 * 60_000
+
+// withStartupSet is a server with an image that has been traced.
+func withStartupSet(t *testing.T) (s *server, ref string, img image) {
+	t.Helper()
+	needContainers(t)
+	s = startServer(t, t.TempDir())
+	img = manyFiles(t, 200, 60_000, 4, 0)
+	ref = s.push("service", "1", img)
+	w := startWorker(t, workerRoot(t))
+	args := append([]string{"trace", "--root", w.root, "--probe", "stdout:^up$", ref, "--"}, service...)
+	if out, errOut, code := command(t, args...); code != 0 {
+		t.Fatalf("foil trace: code %d, %q, %q", code, out, errOut)
+	}
+	return s, ref, img
+}
+
+// begin begins a pull of the service's image, and returns when it is mounted.
+func (w *worker) begin(ref string) {
+	w.t.Helper()
+	req := api.PullRequest{Ref: ref, Until: api.Mounted, Args: service, Probed: true}
+	for _, err := range w.client.Pull(w.t.Context(), req) {
+		if err != nil {
+			w.t.Fatal(err)
+		}
+	}
+}
+
+// brought waits until n bytes of the startup set have been written, or, with 0,
+// all of it.
+func (w *worker) brought(ref string, n int64) {
+	w.t.Helper()
+	eventually(w.t, "pages have come", func() error {
+		st, err := w.client.Status(w.t.Context())
+		if err != nil {
+			return err
+		}
+		for _, p := range st.Pulls {
+			switch {
+			case p.Ref != ref:
+			case n == 0 && p.StartupTotal > 0 && p.StartupRaw == p.StartupTotal, n > 0 && p.StartupRaw >= n:
+				return nil
+			}
+		}
+		return fmt.Errorf("%+v", st.Pulls)
+	})
+}
+
+// TestStartupSet traces a service on one worker. On another one everything that it needs comes
+// first: it becomes ready over a link that passes nothing more, and what it
+// reads is right.
+func TestStartupSet(t *testing.T) {
+	s, ref, img := withStartupSet(t)
+	k := newLink(t, s.addr, 2<<20)
+	ref = k.via(ref)
+	w := startWorker(t, workerRoot(t))
+	w.begin(ref)
+	w.brought(ref, 0)
+	k.setStall(true)
+	before := w.imageOf(ref)
+	if before.ContentHere > before.ContentTotal/2 {
+		t.Fatalf("%d of %d bytes are here: too many to show anything", before.ContentHere, before.ContentTotal)
+	}
+	events := filepath.Join(t.TempDir(), "events")
+	args := append([]string{"run", "--root", w.root, "--rm", "--probe", "stdout:^up$", "--until", "ready", "--events", events, ref, "--"}, service...)
+	out, errOut, code := command(t, args...)
+	if code != 0 {
+		t.Fatalf("foil run: code %d, %q, %q", code, out, errOut)
+	}
+	var ready api.Event
+	b, err := os.ReadFile(events)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for line := range bytes.Lines(b) {
+		var ev api.Event
+		if err := json.Unmarshal(line, &ev); err != nil {
+			t.Fatal(err)
+		}
+		if ev.Event == api.Ready {
+			ready = ev
+		}
+	}
+	t.Logf("at ready: %s", b)
+	if ready.StartupOrigin != bundle.OriginTraced || ready.StartupRaw < serviceBytes || ready.StartupMoved == 0 ||
+		ready.ArenaBytes < ready.StartupRaw || ready.Waits != 0 || ready.Touched < serviceBytes {
+		t.Errorf("at ready: %+v", ready)
+	}
+	// No read-ahead: what was touched is what the set has.
+	if os.Getenv(gateEnv) == "" && ready.Touched > ready.StartupRaw+ready.StartupRaw/20+1<<16 {
+		t.Errorf("%d bytes were touched, the startup set has %d", ready.Touched, ready.StartupRaw)
+	}
+	eventually(t, "the mount has read-ahead again", func() error {
+		_, err := os.Stat(filepath.Join(filepath.Dir(w.mountOf(ref)), "readahead"))
+		if !errors.Is(err, os.ErrNotExist) {
+			return errors.Join(err, errors.New("its file is there"))
+		}
+		return nil
+	})
+	// The same service over again, here, prints the same.
+	k.setStall(false)
+	k.setRate(0)
+	intact(t, w, ref, img)
+	again, errOut, code := command(t, args...)
+	if code != 0 || again != out || strings.Count(out, "\n") != 3 {
+		t.Errorf("code %d, printed %q, before that %q, %q", code, again, out, errOut)
+	}
+}
+
+// TestStartupSetCut cuts the link in the middle of the startup set: what has
+// come does not come again, and a read that waits gets its bytes.
+func TestStartupSetCut(t *testing.T) {
+	s, ref, img := withStartupSet(t)
+	k := newLink(t, s.addr, 2<<20)
+	ref = k.via(ref)
+	w := startWorker(t, workerRoot(t))
+	w.begin(ref)
+	w.brought(ref, serviceBytes/4)
+	k.setCut(true)
+	want, err := os.ReadFile(filepath.Join(unpack(t, img), "data/00049"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := startReader(t, filepath.Join(w.mountOf(ref), "data/00049"))
+	r.waits(t)
+	k.setRate(0)
+	moved := k.bytesMoved()
+	k.setCut(false)
+	if got := r.ends(t); !bytes.Equal(got, want) {
+		t.Errorf("read %d bytes after the cut (%v), not those of the file", len(got), r.err)
+	}
+	intact(t, w, ref, img)
+	total := w.imageOf(ref).ContentTotal
+	if again := k.bytesMoved() - moved; again > total-1<<18 {
+		t.Errorf("after the cut %d bytes came of %d: the startup set came again", again, total)
+	}
+}
+
+// TestStartupSetDaemonKilled kills the daemon in the middle of the startup set.
+// The next one goes on with the pages that are here.
+func TestStartupSetDaemonKilled(t *testing.T) {
+	s, ref, img := withStartupSet(t)
+	k := newLink(t, s.addr, 2<<20)
+	ref = k.via(ref)
+	root := workerRoot(t)
+	w := startWorker(t, root)
+	w.begin(ref)
+	w.brought(ref, serviceBytes/4)
+	k.setStall(true)
+	want, err := os.ReadFile(filepath.Join(unpack(t, img), "data/00049"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := startReader(t, filepath.Join(w.mountOf(ref), "data/00049"))
+	r.waits(t)
+	w.kill()
+	moved := k.bytesMoved()
+	k.setStall(false)
+	k.setRate(0)
+	w = startWorker(t, root)
+	if got := r.ends(t); !bytes.Equal(got, want) {
+		t.Errorf("read %d bytes (%v), not those of the file", len(got), r.err)
+	}
+	intact(t, w, ref, img)
+	total := w.imageOf(ref).ContentTotal
+	if again := k.bytesMoved() - moved; again > total-1<<18 {
+		t.Errorf("the next daemon moved %d bytes of %d: the startup set came again", again, total)
+	}
+	if _, err := os.Stat(filepath.Join(filepath.Dir(w.mountOf(ref)), "readahead")); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("the mount has no read-ahead: %v", err)
+	}
+}
