@@ -7,8 +7,10 @@ import (
 	"os"
 	"path/filepath"
 	"testing"
+	"unsafe"
 
 	"github.com/google/go-cmp/cmp"
+	"golang.org/x/sys/unix"
 
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/format/trace"
@@ -212,4 +214,72 @@ func TestUnfinished(t *testing.T) {
 			}
 		}
 	}
+}
+
+// TestTouch counts what is read, and drops the arena's copy of it once it is on
+// the disk.
+func TestTouch(t *testing.T) {
+	c, data := makeTOC([]piece{{1, 900_000}})
+	a, err := Create(t.TempDir(), layout(t, c, nil))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer a.Close()
+	if err := a.WriteSegment(0, data[0]); err != nil {
+		t.Fatal(err)
+	}
+	var fs unix.Statfs_t
+	if err := unix.Statfs(a.Dir(), &fs); err != nil {
+		t.Fatal(err)
+	}
+	a.Touch(-5, 1<<40)
+	if n := a.Touched(); n != a.layout.Size() {
+		t.Errorf("touched %d bytes of %d", n, a.layout.Size())
+	}
+	a.Touch(0, 5000)
+	if n := a.Touched(); n != a.layout.Size() {
+		t.Errorf("touched %d bytes of %d", n, a.layout.Size())
+	}
+	if fs.Type == unix.TMPFS_MAGIC {
+		t.Skip("tmpfs has nothing but the page cache")
+	}
+	if err := a.Sync(context.Background()); err != nil {
+		t.Fatal(err)
+	}
+	// The kernel may keep some, for reasons of its own.
+	if n := inCache(t, a); n > int(a.layout.Blocks())/4 {
+		t.Errorf("%d of %d pages are in the page cache", n, a.layout.Blocks())
+	}
+	// They are dropped once: who reads them from then on, by another way, keeps them.
+	if _, err := a.File().ReadAt(make([]byte, 8192), 0); err != nil {
+		t.Fatal(err)
+	}
+	before := inCache(t, a)
+	if err := a.Sync(context.Background()); err != nil {
+		t.Fatal(err)
+	}
+	if n := inCache(t, a); n < before {
+		t.Errorf("%d pages are in the page cache, %d before", n, before)
+	}
+	if err := a.Verify(context.Background(), func(c Checked) error { return c.Err }); err != nil {
+		t.Error(err)
+	}
+}
+
+// inCache counts the pages of the arena in the page cache.
+func inCache(t *testing.T, a *Arena) (n int) {
+	t.Helper()
+	m, err := unix.Mmap(int(a.File().Fd()), 0, int(a.layout.size), unix.PROT_READ, unix.MAP_SHARED)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = unix.Munmap(m) }()
+	in := make([]byte, a.layout.Blocks())
+	if _, _, errno := unix.Syscall(unix.SYS_MINCORE, uintptr(unsafe.Pointer(&m[0])), uintptr(len(m)), uintptr(unsafe.Pointer(&in[0]))); errno != 0 {
+		t.Fatal(errno)
+	}
+	for _, b := range in {
+		n += int(b & 1)
+	}
+	return n
 }

@@ -18,7 +18,9 @@ import (
 // says so: else for settle after the set has arrived, and never once everything
 // is here.
 //
-// A file that is opened meanwhile keeps reading page by page for as long as it is open.
+// A file that is opened meanwhile keeps reading page by page for as long as it
+// is open: what is not in the page cache is read two to four times slower than
+// with read-ahead, what is there as fast.
 const settle = 5 * time.Second
 
 // readAheadName is a file in the directory of a rootfs whose mount has no
