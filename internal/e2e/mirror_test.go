@@ -50,7 +50,7 @@ func (f *front) taken() (list []string) {
 			list = append(list, r)
 		}
 	}
-	f.requests, f.refused = nil, 0
+	f.requests = nil
 	return list
 }
 
@@ -139,6 +139,12 @@ func TestMirror(t *testing.T) {
 	if got, want := c.run(t, ref, "two", dataSums), wantData(t, moved); got != want {
 		t.Errorf("after the tag has moved a container read\n%s\nwant\n%s", got, want)
 	}
+
+	f.mu.Lock()
+	if f.conns != 1 {
+		t.Errorf("%d connections to the server, want the daemon's one", f.conns)
+	}
+	f.mu.Unlock()
 
 	// Another snapshotter: the header is the mirror's, the layers are not.
 	plain := runnable(t, 7, 2_000)

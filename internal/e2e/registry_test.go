@@ -34,7 +34,7 @@ type front struct {
 	valid    string // token
 	issued   int
 	requests []string // method and path of those that were let through, and how they were answered
-	refused  int
+	conns    int      // that were made
 }
 
 const (
@@ -66,9 +66,6 @@ func newFront(t testing.TB, s *server, open bool) *front {
 		}
 		f.mu.Lock()
 		ok := f.open || f.valid != "" && r.Header.Get("Authorization") == "Bearer "+f.valid
-		if !ok {
-			f.refused++
-		}
 		f.mu.Unlock()
 		if !ok {
 			w.Header().Set("WWW-Authenticate", fmt.Sprintf(`Bearer realm="%s/token",service="front"`, f.URL))
@@ -80,6 +77,9 @@ func newFront(t testing.TB, s *server, open bool) *front {
 	f.Config.ErrorLog = proxy.ErrorLog
 	f.Config.ConnState = func(c net.Conn, state http.ConnState) {
 		if state == http.StateNew {
+			f.mu.Lock()
+			f.conns++
+			f.mu.Unlock()
 			_ = c.(*tls.Conn).NetConn().(*net.TCPConn).SetWriteBuffer(64 << 10)
 		}
 	}
