@@ -66,6 +66,11 @@ func (n *Node) learn(r *rootfs, p *pull) *learner {
 	if o.NoReports || p == nil || o.ReportSample > 0 && rand.Float64() >= o.ReportSample {
 		return nil
 	}
+	// With read-ahead from the beginning, what is read are windows, twice as large
+	// as the pages that were touched.
+	if !p.wantsStartup() {
+		return nil
+	}
 	l := &learner{n: n, r: r, p: p, log: recorder.NewLog(1, reportReads), woken: make(chan struct{}), done: make(chan struct{})}
 	l.over, l.end = context.WithCancel(n.ctx)
 	r.learning = l
