@@ -74,7 +74,7 @@ type line struct {
 
 // At this size text is readable on a phone, where a figure is as wide as the
 // screen, and two fit beside each other on a desk.
-const width, height = 5.2 * vg.Inch, 3.2 * vg.Inch
+const width, height = 5.2 * vg.Inch, 3.4 * vg.Inch
 
 func newPlot(x, y string) *plot.Plot {
 	p := plot.New()
@@ -97,17 +97,42 @@ func newPlot(x, y string) *plot.Plot {
 	return p
 }
 
+// key is what the legend of a figure says of one engine.
+type key struct {
+	text  string
+	thumb plot.Thumbnailer
+}
+
+// compose draws a plot below its legend, which has three columns: within the plot
+// that of many engines would hide what they did.
+func compose(c draw.Canvas, p *plot.Plot, keys []key) {
+	const columns = 3
+	across := c.Max.X - c.Min.X
+	for column := range columns {
+		legend := plot.NewLegend()
+		legend.TextStyle, legend.Padding, legend.ThumbnailWidth = p.Legend.TextStyle, p.Legend.Padding, p.Legend.ThumbnailWidth
+		legend.Top, legend.Left = true, true
+		for i := column; i < len(keys); i += columns {
+			legend.Add(keys[i].text, keys[i].thumb)
+		}
+		left := across / columns * vg.Length(column)
+		legend.Draw(draw.Crop(c, left, left+across/columns-across, 0, 0))
+	}
+	rows := (len(keys) + columns - 1) / columns
+	p.Draw(draw.Crop(c, 0, 0, 0, -vg.Points(17)*vg.Length(rows)-vg.Points(3)))
+}
+
 // render draws a plot twice: for the page, and as a file.
-func render(f figure, p *plot.Plot) (figure, error) {
+func render(f figure, p *plot.Plot, keys []key) (figure, error) {
 	svg := vgsvg.New(width, height)
-	p.Draw(margin(draw.New(svg)))
+	compose(margin(draw.New(svg)), p, keys)
 	var page bytes.Buffer
 	if _, err := svg.WriteTo(&page); err != nil {
 		return f, fmt.Errorf("bench: draw %s: %w", f.File, err)
 	}
 	f.SVG = template.HTML(inline(page.String(), f.Title))
 	img := vgimg.NewWith(vgimg.UseWH(width, height), vgimg.UseDPI(192))
-	p.Draw(margin(draw.New(img)))
+	compose(margin(draw.New(img)), p, keys)
 	var file bytes.Buffer
 	if _, err := (vgimg.PngCanvas{Canvas: img}).WriteTo(&file); err != nil {
 		return f, fmt.Errorf("bench: draw %s: %w", f.File, err)
@@ -138,6 +163,7 @@ func inline(svg, title string) string {
 // drawLines draws lines with bands between the ends of their intervals.
 func drawLines(f figure, x, y string, lines []line) (figure, error) {
 	p := newPlot(x, y)
+	var keys []key
 	top := 0.0
 	for _, l := range lines {
 		c := colour(l.engine)
@@ -173,15 +199,14 @@ func drawLines(f figure, x, y string, lines []line) (figure, error) {
 		if drawn.Dashes == nil || len(middle) == 1 {
 			p.Add(dots)
 		}
-		p.Legend.Add(label(l.engine), drawn)
+		keys = append(keys, key{label(l.engine), drawn})
 	}
 	p.X.Tick.Marker = marks(lines)
 	if _, even := p.X.Tick.Marker.(majors); even {
 		p.X.Min = 0
 	}
-	p.Legend.Top, p.Legend.Left = true, true
-	p.Y.Max = top * (1.12 + 0.085*float64(len(lines)))
-	return render(f, p)
+	p.Y.Max = 1.08 * top
+	return render(f, p, keys)
 }
 
 // marks are ticks where something was measured, if that was at whole numbers.
@@ -221,6 +246,7 @@ func (majors) Ticks(low, high float64) (ticks []plot.Tick) {
 func drawBars(f figure, y string, names []string, series []line) (figure, error) {
 	p := newPlot("", y)
 	p.X.Tick.Length = 0
+	var keys []key
 	barWidth := vg.Points(min(26, 250/float64(max(1, len(names)*(len(series)+1)))))
 	top := 0.0
 	for i, s := range series {
@@ -246,7 +272,7 @@ func drawBars(f figure, y string, names []string, series []line) (figure, error)
 		bars.Color, bars.LineStyle.Width = colour(s.engine), 0
 		bars.Offset = barWidth * vg.Length(float64(i)-float64(len(series)-1)/2)
 		p.Add(bars)
-		p.Legend.Add(label(s.engine), bars)
+		keys = append(keys, key{label(s.engine), bars})
 		if len(points) > 0 {
 			whiskers, err := plotter.NewYErrorBars(struct {
 				plotter.XYs
@@ -260,9 +286,8 @@ func drawBars(f figure, y string, names []string, series []line) (figure, error)
 	}
 	p.NominalX(names...)
 	p.X.Min, p.X.Max = -0.6, float64(len(names))-0.4
-	p.Legend.Top, p.Legend.Left = true, true
-	p.Y.Max = max(top, 1e-9) * (1.12 + 0.085*float64(len(series)))
-	return render(f, p)
+	p.Y.Max = 1.08 * max(top, 1e-9)
+	return render(f, p, keys)
 }
 
 // shifted draws whiskers where the bars are that they belong to.
@@ -314,7 +339,7 @@ func (m *model) means(rate int64) (s section, err error) {
 		}
 		f := figure{File: fmt.Sprintf("normalised-%s-%s", kind, rateName(rate)), Title: "Normalised time, " + string(kind),
 			Caption: "Images: " + strings.Join(used, ", ") + "."}
-		if f, err = drawLines(f, "round-trip time (ms)", "time to ready, normalised", lines); err != nil {
+		if f, err = drawLines(f, "round-trip time (ms)", "normalised time", lines); err != nil {
 			return s, err
 		}
 		s.Figures = append(s.Figures, f)
@@ -363,7 +388,7 @@ func (m *model) speedups(rate int64) (s section, err error) {
 		if len(floors) > 0 {
 			f.Caption = "T* would be " + strings.Join(floors, ", ") + "."
 		}
-		if f, err = drawBars(f, "times as fast as a full pull", names, series); err != nil {
+		if f, err = drawBars(f, "times as fast", names, series); err != nil {
 			return s, err
 		}
 		s.Figures = append(s.Figures, f)
@@ -434,7 +459,7 @@ func (m *model) bytes(rate int64) (s section, err error) {
 				continue
 			}
 			f := figure{File: fmt.Sprintf("bytes-%s-%s-%s", kind, what.mark, rateName(rate)), Title: fmt.Sprintf("Bytes %s, %s", what.name, kind)}
-			if f, err = drawBars(f, "part of the layers' bytes", names, series); err != nil {
+			if f, err = drawBars(f, "part of the layers", names, series); err != nil {
 				return s, err
 			}
 			s.Figures = append(s.Figures, f)
@@ -454,9 +479,9 @@ func (m *model) timelines(rate int64) (s section, err error) {
 			f := figure{File: fmt.Sprintf("timeline-%s-%s-%s", image, kind, rateName(rate)), Title: fmt.Sprintf("%s, %s", image, kind)}
 			var told []string
 			p := newPlot("time since the command (s)", "megabytes")
-			top, drawn := 0.0, 0
+			top := 0.0
 			var slowest, last float64
-			var legend []func() // in the reverse order
+			var keys []key // in the reverse order
 			p.X.Min = 0
 			// The first engine is drawn last: lines that are as fast as the link hide
 			// each other.
@@ -501,23 +526,19 @@ func (m *model) timelines(rate int64) (s section, err error) {
 				}
 				dot.Color, dot.Shape, dot.Radius = colour(e), draw.CircleGlyph{}, vg.Points(4.5)
 				p.Add(dot)
-				legend = append(legend, func() { p.Legend.Add(label(e), l) })
+				keys = append(keys, key{label(e), l})
 				if r.Waits > 0 {
 					told = append(told, fmt.Sprintf("%s: %d reads waited %.2f s in sum before it was ready.", label(e), r.Waits, r.Waited.Seconds()))
 				}
-				drawn++
 			}
-			if drawn == 0 {
+			if len(keys) == 0 {
 				continue
 			}
-			for _, add := range slices.Backward(legend) {
-				add()
-			}
+			slices.Reverse(keys)
 			p.X.Max = limit
-			p.Legend.Top, p.Legend.Left = true, true
-			p.Y.Max = top * (1.12 + 0.085*float64(drawn))
+			p.Y.Max = 1.08 * top
 			f.Caption = strings.Join(told, " ")
-			if f, err = render(f, p); err != nil {
+			if f, err = render(f, p, keys); err != nil {
 				return s, err
 			}
 			s.Figures = append(s.Figures, f)

@@ -29,7 +29,7 @@ const baseline = "overlayfs"
 
 // labels are what figures call engines.
 var labels = map[string]string{
-	"hydrofoil": "Hydrofoil", "overlayfs": "containerd", "erofs": "containerd erofs", "stargz": "stargz", "soci": "SOCI", "starlight": "Starlight",
+	"hydrofoil": "Hydrofoil", "overlayfs": "containerd", "erofs": "erofs", "stargz": "stargz", "soci": "SOCI", "starlight": "Starlight",
 	"curl": "curl (layers)", "floor": "floor T*",
 }
 
