@@ -11,6 +11,9 @@ import (
 	"syscall"
 	"testing"
 
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+
+	"hydrofoil.dev/foil/internal/server/layer/layertest"
 	"hydrofoil.dev/foil/internal/worker/api"
 )
 
@@ -98,4 +101,27 @@ func TestAcceleratedRegistry(t *testing.T) {
 	if _, err := w.pull(acc.addr+"/team/app:2", api.Complete); err == nil || !strings.Contains(err.Error(), "upstream http://"+up.addr) {
 		t.Errorf("an image that is not here, and the upstream neither: %v", err)
 	}
+}
+
+// A full disk fails the pull that needs room, says so, and harms nothing else.
+func TestAcceleratorDiskFull(t *testing.T) {
+	up := startServer(t, t.TempDir())
+	small := manyFiles(t, 20, 50_000, 9, 0)
+	large := newImage(t, ocispec.ImageConfig{}, layertest.Layer{layertest.File("big", 0o644, noise(60<<20))}.Gzip(t))
+	up.push("small", "1", small)
+	up.push("large", "1", large)
+	acc := startAccelerator(t, filepath.Join(smallDisk(t, 40), "accelerator"), up.addr)
+	w := startWorker(t, workerRoot(t), "--give-up", "1s")
+	w.mustPull(acc.addr+"/small:1", api.Complete)
+	for range 2 {
+		_, err := w.pull(acc.addr+"/large:1", api.Complete)
+		if err == nil || !strings.Contains(err.Error(), "disk is full") {
+			t.Errorf("a pull that fills the accelerator's disk: %v, want an error that says so", err)
+		}
+	}
+	left, err := os.ReadDir(filepath.Join(acc.root, "fetching"))
+	if err != nil || len(left) > 0 {
+		t.Errorf("what cannot be finished takes room: %v, %v", left, err)
+	}
+	intact(t, startWorker(t, workerRoot(t)), acc.addr+"/small:1", small)
 }

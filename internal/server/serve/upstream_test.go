@@ -414,27 +414,24 @@ func TestAcceleratorKilled(t *testing.T) {
 func TestWebhook(t *testing.T) {
 	up := upstreamtest.Start(t)
 	image := up.Image("app", "1", layers(t, 1, 100_000)...)
-	s := start(t, serve.Options{Upstream: upstream.Options{URL: up.URL, Pause: time.Millisecond}})
+	log := new(logBuffer)
+	s := start(t, serve.Options{
+		Upstream: upstream.Options{URL: up.URL, Pause: time.Millisecond},
+		Log:      slog.New(slog.NewTextHandler(io.MultiWriter(log, t.Output()), nil)),
+	})
 	hook := "http://" + s.Addr() + upstream.WebhookPath
 	send(t, "POST", hook, "", []byte("no JSON"), http.StatusBadRequest)
 	send(t, "POST", hook, "", fmt.Appendf(nil,
 		`{"events":[{"action":"push","target":{"mediaType":%q,"digest":%q,"repository":"app","tag":"1"}}]}`,
 		image.MediaType, image.Digest), http.StatusAccepted)
-	for up.Asked("GET blobs") < 2 {
+	for !strings.Contains(log.String(), "msg=prepared repository=app manifest="+image.Digest.String()+" tag=1 ") {
 		time.Sleep(time.Millisecond)
 	}
-	for { // until it has been ingested
-		up.Intercept(func(w http.ResponseWriter, _ *http.Request) bool {
-			w.WriteHeader(http.StatusBadGateway)
-			return true
-		})
-		p, err := pullBundle(s.Addr(), "app", "1")
-		if err == nil && p.manifest == image.Digest && p.missing == 0 {
-			return
-		}
-		up.Intercept(nil)
-		time.Sleep(10 * time.Millisecond)
-	}
+	up.Intercept(func(w http.ResponseWriter, _ *http.Request) bool {
+		w.WriteHeader(http.StatusBadGateway)
+		return true
+	})
+	wantBundle(t, s.Addr(), "app", "1", image.Digest)
 }
 
 func TestRootOfAnAccelerator(t *testing.T) {

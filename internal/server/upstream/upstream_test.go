@@ -652,7 +652,7 @@ func TestStall(t *testing.T) {
 		<-req.Context().Done()
 		return true
 	})
-	f := start(t, upstream.Options{URL: up.URL, Stall: 100 * time.Millisecond})
+	f := start(t, upstream.Options{URL: up.URL, Stall: 500 * time.Millisecond})
 	if got := f.get("app/blobs/" + d.String()); !bytes.Equal(got, b) {
 		t.Error("other bytes came")
 	}
