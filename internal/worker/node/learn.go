@@ -68,7 +68,7 @@ func (n *Node) learn(r *rootfs, p *pull) *learner {
 	}
 	// With read-ahead from the beginning, what is read are windows, twice as large
 	// as the pages that were touched.
-	if !p.wantsStartup() {
+	if o.NoStartup || p.req.NoStartup {
 		return nil
 	}
 	l := &learner{n: n, r: r, p: p, log: recorder.NewLog(1, reportReads), woken: make(chan struct{}), done: make(chan struct{})}
