@@ -5,6 +5,7 @@ import (
 	"log/slog"
 	"os"
 	"runtime/debug"
+	"sync/atomic"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -15,6 +16,7 @@ import (
 	"hydrofoil.dev/foil/internal/worker/hosts"
 	"hydrofoil.dev/foil/internal/worker/mirror"
 	"hydrofoil.dev/foil/internal/worker/node"
+	"hydrofoil.dev/foil/internal/worker/systemd"
 )
 
 func newNodeCommand() *cobra.Command {
@@ -42,7 +44,8 @@ connection when the daemon starts, keeps it, and lets it learn the path.
 
 foil pull and foil run start a daemon when none runs; its log is in
 DIR/run/node.log, and "foil status" names the process to end. For a daemon that
-is there from boot to shutdown, run it as a system service.
+is there from boot to shutdown, run it as a system service:
+deploy/systemd/foil-node.service. It tells systemd when it is ready.
 
 Registries are spoken to over TLS, with verified certificates; --hosts-dir says
 otherwise where containerd's hosts.toml does: mirrors, certificate authorities,
@@ -122,13 +125,16 @@ Exit codes: 0 it was told to end; 1 an error, in the log as well.`,
 				return usagef("--startup %s: say on or off", startup)
 			}
 			opts.Version = version()
+			opts.Listening = whenAll(listeners(socket), func() { tell(opts.Logger, systemd.Ready, systemd.Status("serving %s", opts.Root)) })
 			n, err := node.New(opts)
 			if err != nil {
+				tell(opts.Logger, systemd.Status("%v", err))
 				return advise(opts.Root, err)
 			}
 			opts.Logger.Info("ready", "root", opts.Root, "socket", api.SocketPath(opts.Root), "version", opts.Version)
 			err = serveNode(cmd.Context(), n, opts, at, &kubelet)
 			opts.Logger.Info("ending")
+			tell(opts.Logger, systemd.Stopping)
 			return errors.Join(err, n.Close())
 		},
 	}
@@ -152,4 +158,29 @@ Exit codes: 0 it was told to end; 1 an error, in the log as well.`,
 	flags.TextVar(&level, "log-level", slog.LevelInfo, "least `LEVEL` to log: debug, info, warn or error")
 	configurable(cmd)
 	return cmd
+}
+
+// listeners is how many sockets there are to wait for before the daemon is ready.
+func listeners(snapshotter string) int32 {
+	if snapshotter == "off" {
+		return 1
+	}
+	return 2
+}
+
+// whenAll returns a function whose n-th call calls fn.
+func whenAll(n int32, fn func()) func() {
+	var calls atomic.Int32
+	return func() {
+		if calls.Add(1) == n {
+			fn()
+		}
+	}
+}
+
+// tell tells the service manager, if there is one.
+func tell(log *slog.Logger, lines ...string) {
+	if err := systemd.Notify(lines...); err != nil {
+		log.Warn("the service manager does not hear how the daemon is", "error", err)
+	}
 }

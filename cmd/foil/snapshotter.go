@@ -33,14 +33,16 @@ func serveNode(ctx context.Context, n *node.Node, opts node.Options, at sockets,
 	if at.snapshotter != "off" {
 		var err error
 		s, err = snapshotter.Open(ctx, snapshotter.Options{
-			Dir:    filepath.Join(opts.Root, "snapshotter"),
-			Node:   n,
-			Logger: opts.Logger,
+			Dir:       filepath.Join(opts.Root, "snapshotter"),
+			Node:      n,
+			Logger:    opts.Logger,
+			Listening: opts.Listening,
 		})
 		switch {
 		case err != nil && at.snapshotter == "default":
 			opts.Logger.Error("containerd is not served, and nothing is evicted; --snapshotter-socket off says that it need not be", "error", err)
 			evict = false
+			opts.Listening() // nobody waits for a socket that there will not be
 		case err != nil:
 			return err
 		}

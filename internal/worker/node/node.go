@@ -89,6 +89,9 @@ type Options struct {
 
 	earlyFor time.Duration // the constant of that name when 0
 
+	// Listening, when set, is called when Serve's socket takes connections.
+	Listening func()
+
 	// crash, when set by a test, is called at named points.
 	crash func(point string)
 }

@@ -26,6 +26,9 @@ func (n *Node) Serve(ctx context.Context) error {
 	if err := os.Chmod(path, 0o600); err != nil {
 		return errors.Join(err, l.Close())
 	}
+	if n.opts.Listening != nil {
+		n.opts.Listening()
+	}
 	srv := &http.Server{
 		Handler:           api.Handler(n),
 		ReadHeaderTimeout: 10 * time.Second,

@@ -30,6 +30,9 @@ func (s *Snapshotter) Serve(ctx context.Context, socket string) error {
 	if err := os.Chmod(socket, 0o600); err != nil {
 		return errors.Join(err, l.Close())
 	}
+	if s.opts.Listening != nil {
+		s.opts.Listening()
+	}
 	srv := grpc.NewServer()
 	snapshotsapi.RegisterSnapshotsServer(srv, snapshotservice.FromSnapshotter(s))
 	done := make(chan error, 1)

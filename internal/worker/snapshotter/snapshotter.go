@@ -91,6 +91,8 @@ type Options struct {
 	// ingest the image first.
 	HeaderTimeout time.Duration
 	Logger        *slog.Logger
+	// Listening, when set, is called when Serve's socket takes connections.
+	Listening func()
 }
 
 // Labels of snapshots that came from an image, for people: `ctr snapshots info`

@@ -1,0 +1,272 @@
+package e2e
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/snapshotter"
+)
+
+// The daemon says that it is ready when its sockets answer, and that it ends.
+func TestTheServiceManagerIsTold(t *testing.T) {
+	root := workerRoot(t)
+	path := filepath.Join(t.TempDir(), "notify")
+	manager, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: path, Net: "unixgram"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer manager.Close()
+	cmd := exec.Command(foil, "node", "--root", root)
+	cmd.Env = append(os.Environ(), "NOTIFY_SOCKET="+path)
+	p := startCommand(t, cmd)
+	hears := func(want string) {
+		t.Helper()
+		if err := manager.SetReadDeadline(time.Now().Add(time.Minute)); err != nil {
+			t.Fatal(err)
+		}
+		b := make([]byte, 1000)
+		n, err := manager.Read(b)
+		if got := string(b[:n]); err != nil || !strings.Contains(got, want) {
+			t.Fatalf("the manager is told %q, %v, want %s", got, err, want)
+		}
+	}
+	hears("READY=1")
+	for _, socket := range []string{api.SocketPath(root), snapshotter.SocketPath(root)} {
+		c, err := net.Dial("unix", socket)
+		if err != nil {
+			t.Fatalf("ready, but %v", err)
+		}
+		c.Close()
+	}
+	p.signal(syscall.SIGTERM)
+	hears("STOPPING=1")
+	<-p.done
+}
+
+// systemd is one of the test's own: the first process of namespaces, in control
+// groups of its own, with no other units than the test's.
+type systemd struct {
+	pid int // of it, here
+}
+
+// startSystemd starts systemd, or skips the test. program is what it runs.
+func startSystemd(t *testing.T, unitDir string) *systemd {
+	t.Helper()
+	const program = "/usr/lib/systemd/systemd"
+	if _, err := os.Stat(program); err != nil {
+		t.Skipf("skip: %v", err)
+	}
+	target := "[Unit]\nDescription=Nothing\nDefaultDependencies=no\nAllowIsolate=yes\n"
+	if err := os.WriteFile(filepath.Join(unitDir, "foil-test.target"), []byte(target), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	groups := cgroups(t)
+	var script strings.Builder
+	for _, g := range groups {
+		fmt.Fprintf(&script, "echo $$ > %s/cgroup.procs 2> /dev/null\n", g)
+	}
+	fmt.Fprintf(&script, "exec unshare --pid --fork --kill-child=SIGKILL --mount --mount-proc --cgroup --uts --ipc /bin/sh -c '"+
+		"mount -t tmpfs tmpfs /run && mkdir -p /run/systemd/system && exec %s --system --unit=foil-test.target --log-target=console --show-status=no'", program)
+	cmd := exec.Command("/bin/sh", "-c", script.String())
+	// With "container" it leaves the host's devices alone.
+	cmd.Env = append(os.Environ(), "container=foil-test", "SYSTEMD_UNIT_PATH="+unitDir)
+	var log logBuffer
+	cmd.Stdout, cmd.Stderr = &log, &log
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	ended := make(chan struct{})
+	go func() {
+		_ = cmd.Wait()
+		close(ended)
+	}()
+	t.Cleanup(func() {
+		// Its children end with it, all of them.
+		_ = cmd.Process.Kill()
+		<-ended
+		for _, g := range groups {
+			removeGroups(t, g)
+		}
+		if t.Failed() {
+			t.Logf("log of systemd:\n%s", log.String())
+		}
+	})
+	children := fmt.Sprintf("/proc/%d/task/%d/children", cmd.Process.Pid, cmd.Process.Pid)
+	for deadline := time.Now().Add(20 * time.Second); ; time.Sleep(20 * time.Millisecond) {
+		s := new(systemd)
+		b, err := os.ReadFile(children)
+		if err == nil {
+			_, err = fmt.Sscan(string(b), &s.pid)
+		}
+		if err == nil {
+			if _, err = s.ctl("is-active", "foil-test.target"); err == nil {
+				return s
+			}
+		}
+		select {
+		case <-ended:
+			t.Skipf("skip: systemd does not run in namespaces here:\n%s", log.String())
+		default:
+		}
+		if time.Now().After(deadline) {
+			t.Skipf("skip: systemd does not answer in namespaces here: %v\n%s", err, log.String())
+		}
+	}
+}
+
+// cgroups makes a control group in each hierarchy, below the one of the test.
+func cgroups(t *testing.T) (dirs []string) {
+	t.Helper()
+	own, err := os.ReadFile("/proc/self/cgroup")
+	if err != nil {
+		t.Skipf("skip: %v", err)
+	}
+	for line := range strings.Lines(string(own)) {
+		parts := strings.SplitN(strings.TrimSpace(line), ":", 3)
+		if len(parts) != 3 {
+			continue
+		}
+		for _, mount := range []string{strings.TrimPrefix(parts[1], "name="), "unified", ""} {
+			root := filepath.Join("/sys/fs/cgroup", mount)
+			if _, err := os.Stat(filepath.Join(root, "cgroup.procs")); err != nil || parts[1] != "" && mount == "unified" {
+				continue
+			}
+			dir := filepath.Join(root, parts[2], fmt.Sprintf("foil-test-%d", os.Getpid()))
+			if os.Mkdir(dir, 0o755) == nil {
+				dirs = append(dirs, dir)
+			}
+			break
+		}
+	}
+	if len(dirs) == 0 {
+		t.Skip("skip: no control groups can be made here")
+	}
+	return dirs
+}
+
+// removeGroups removes a control group and those below it, once they are empty.
+func removeGroups(t *testing.T, dir string) {
+	t.Helper()
+	eventually(t, "control groups are removed", func() error {
+		var dirs []string
+		err := filepath.WalkDir(dir, func(path string, d os.DirEntry, err error) error {
+			if err == nil && d.IsDir() {
+				dirs = append(dirs, path)
+			}
+			return nil
+		})
+		for i := len(dirs) - 1; i >= 0; i-- {
+			err = errors.Join(err, syscall.Rmdir(dirs[i]))
+		}
+		if _, gone := os.Stat(dir); errors.Is(gone, os.ErrNotExist) {
+			return nil
+		}
+		return err
+	})
+}
+
+// ctl is systemctl inside.
+func (s *systemd) ctl(args ...string) (string, error) {
+	cmd := exec.Command("nsenter", append([]string{"-t", fmt.Sprint(s.pid), "-m", "-p", "-C", "systemctl"}, args...)...)
+	out, err := cmd.CombinedOutput()
+	if err != nil {
+		err = fmt.Errorf("systemctl %s: %w: %s", strings.Join(args, " "), err, out)
+	}
+	return string(out), err
+}
+
+// A daemon under systemd, by the unit of deploy/systemd: a restart of the service
+// and kill -9, while a read waits for bytes on their way.
+func TestTheUnitUnderSystemd(t *testing.T) {
+	s := startServer(t, t.TempDir())
+	img := manyFiles(t, 200, 60_000, 4, 0)
+	k := newLink(t, s.addr, 2<<20)
+	ref := k.via(s.push("half", "1", img))
+	root := workerRoot(t)
+	unit, err := os.ReadFile("../../deploy/systemd/foil-node.service")
+	if err != nil {
+		t.Fatal(err)
+	}
+	units := t.TempDir()
+	exe := fmt.Sprintf("%s node --root %s", foil, root)
+	if gate := os.Getenv(gateEnv); gate != "" {
+		exe += " --gate " + gate
+	}
+	text := strings.NewReplacer("/usr/local/bin/foil node", exe, "[Unit]\n", "[Unit]\nDefaultDependencies=no\n").Replace(string(unit))
+	if err := os.WriteFile(filepath.Join(units, "foil-node.service"), []byte(text), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	sd := startSystemd(t, units)
+	ctl := func(args ...string) string {
+		t.Helper()
+		out, err := sd.ctl(args...)
+		if err != nil {
+			status, _ := sd.ctl("status", "--no-pager", "foil-node")
+			t.Fatalf("%v\n%s", err, status)
+		}
+		return out
+	}
+	ctl("start", "foil-node") // returns when the daemon has said that it is ready
+	w := &worker{process: &process{t: t}, root: root, client: api.Dial(root)}
+	t.Cleanup(w.client.Close)
+	pid := func() int {
+		t.Helper()
+		st, err := w.client.Status(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		return st.PID
+	}
+	w.mustPull(ref, api.Mounted)
+	k.setStall(true)
+	// The mount is in the namespace of systemd and its services.
+	inside := func(path string) string { return filepath.Join(fmt.Sprintf("/proc/%d/root", sd.pid), path) }
+	want, err := os.ReadFile(filepath.Join(unpack(t, img), "data/00199"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := startReader(t, inside(filepath.Join(w.mountOf(ref), "data/00199")))
+	r.waits(t)
+	keepers := pidsOf(t, root, "keeper")
+	if len(keepers) != 1 {
+		t.Fatalf("keepers: %v", keepers)
+	}
+	ctl("restart", "foil-node")
+	if now := pidsOf(t, root, "keeper"); len(now) != 1 || now[0] != keepers[0] {
+		t.Errorf("keepers %v after a restart, %v before", now, keepers)
+	}
+	r.waits(t)
+	old := pid()
+	ctl("kill", "--signal=SIGKILL", "--kill-who=main", "foil-node")
+	eventually(t, "systemd starts the daemon again", func() error {
+		st, err := w.client.Status(t.Context())
+		if err == nil && st.PID == old {
+			err = errors.New("it is there still")
+		}
+		if err == nil {
+			_, err = sd.ctl("is-active", "foil-node")
+		}
+		return err
+	})
+	r.waits(t)
+	k.setStall(false)
+	k.setRate(0)
+	if got := r.ends(t); !bytes.Equal(got, want) {
+		t.Errorf("the read that waited through a restart and a kill got %d bytes (%v), not those of the file", len(got), r.err)
+	}
+	w.mustPull(ref, api.Complete)
+	if last, bad := w.verify(ref); len(bad) > 0 || last.Checked != last.Total {
+		t.Errorf("verify: %+v, bad %v", last, bad)
+	}
+	ctl("stop", "foil-node")
+}
