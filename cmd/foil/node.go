@@ -125,7 +125,7 @@ Exit codes: 0 it was told to end; 1 an error, in the log as well.`,
 				return usagef("--startup %s: say on or off", startup)
 			}
 			opts.Version = version()
-			opts.Listening = whenAll(listeners(socket), func() { tell(opts.Logger, systemd.Ready, systemd.Status("serving %s", opts.Root)) })
+			opts.Listening = whenAll(listeners(at.snapshotter), func() { tell(opts.Logger, systemd.Ready, systemd.Status("serving %s", opts.Root)) })
 			n, err := node.New(opts)
 			if err != nil {
 				tell(opts.Logger, systemd.Status("%v", err))
