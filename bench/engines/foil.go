@@ -56,8 +56,6 @@ type foilWorker struct {
 	events *events // of the last foil run
 	run    *site.Process
 	trees  int // mounted so far
-	// provisioned is whether it may have contents already.
-	provisioned bool
 }
 
 func (w *foilWorker) Start(ctx context.Context) (err error) {
@@ -85,43 +83,17 @@ func (w *foilWorker) Processes() []int {
 	return pids
 }
 
-// event is one that foil run tells. Programs that do not count what they write to
-// arenas leave ArenaBytes out.
-type event struct {
-	api.Event
-	ArenaBytes *int64 `json:"arena_bytes"`
-}
-
 // events are what one foil run has told so far.
 type events struct {
 	mu   sync.Mutex
-	seen map[api.EventKind]event // the last of each kind
-	had  *int64                  // bytes of the image's contents before; if unknown, when their sum was first told
+	seen map[api.EventKind]api.Event // the last of each kind
 }
 
-func (e *events) get(kind api.EventKind) (event, bool) {
+func (e *events) get(kind api.EventKind) (api.Event, bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	event, ok := e.seen[kind]
 	return event, ok
-}
-
-// arenaReady is how many bytes of contents had been written when the container
-// was ready: as the ready event tells, or what of the contents was here then and
-// not in the beginning.
-func (e *events) arenaReady() (int64, bool) {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	ready, ok := e.seen[api.Ready]
-	switch {
-	case !ok:
-		return 0, false
-	case ready.ArenaBytes != nil:
-		return *ready.ArenaBytes, true
-	case e.had == nil:
-		return 0, false
-	}
-	return ready.ContentHere - *e.had, true
 }
 
 // read notes events, and marks on the trial what happened, when it is told.
@@ -129,18 +101,15 @@ func (e *events) read(from *os.File, t *Trial) {
 	defer from.Close()
 	lines := bufio.NewScanner(from)
 	for lines.Scan() {
-		var event event
+		var event api.Event
 		if json.Unmarshal(lines.Bytes(), &event) != nil {
 			continue
 		}
-		if mark, ok := map[api.EventKind]Mark{api.Mounted: Pulled, api.Started: Started, api.Complete: Complete}[event.Event.Event]; ok && t != nil && event.Err == "" {
+		if mark, ok := map[api.EventKind]Mark{api.Mounted: Pulled, api.Started: Started, api.Complete: Complete}[event.Event]; ok && t != nil && event.Err == "" {
 			t.Mark(mark)
 		}
 		e.mu.Lock()
-		e.seen[event.Event.Event] = event
-		if e.had == nil && event.ContentTotal > 0 {
-			e.had = &event.ContentHere
-		}
+		e.seen[event.Event] = event
 		e.mu.Unlock()
 	}
 }
@@ -160,11 +129,7 @@ func (w *foilWorker) Provision(ctx context.Context, im Image, t *Trial) (*Contai
 		read.Close()
 		return nil, err
 	}
-	w.events = &events{seen: map[api.EventKind]event{}}
-	if !w.provisioned {
-		w.events.had = new(int64) // an empty worker
-	}
-	w.provisioned = true
+	w.events = &events{seen: map[api.EventKind]api.Event{}}
 	go w.events.read(read, t) // until all that hold the other end are gone
 	p := w.run
 	p.Init = func(ctx context.Context) (int, error) { return runcInit(ctx, launch.StateRoot(w.root)) }
@@ -217,8 +182,8 @@ func (w *foilWorker) Complete(ctx context.Context, im Image, t *Trial) error {
 	if err != nil {
 		return err
 	}
-	if n, ok := w.events.arenaReady(); ok {
-		t.ArenaReady(n)
+	if event, ok := w.events.get(api.Ready); ok {
+		t.ArenaReady(event.ArenaBytes)
 	}
 	for _, kind := range []api.EventKind{api.Exited, api.Ready} {
 		if event, ok := w.events.get(kind); ok {
