@@ -597,7 +597,8 @@ func TestResumeLater(t *testing.T) {
 			if damaged {
 				want = append(want, "")
 			}
-			if diff := cmp.Diff(want, gets()[before:]); diff != "" {
+			// The first reader's going may have ended the download once more.
+			if diff := cmp.Diff(want, gets()[before:][:len(want)]); diff != "" {
 				t.Errorf("ranges asked for (-want +got):\n%s", diff)
 			}
 		})
