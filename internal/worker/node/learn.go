@@ -23,8 +23,10 @@ const (
 	// reportQuiet is for how long a container that nobody probes reads nothing new
 	// when it counts as ready.
 	reportQuiet = 3 * time.Second
-	// reportPatience is how long a start is watched.
+	// reportPatience is how long a start is watched, reportLag how long after
+	// everything is here: till then reads go by the gate that need not.
 	reportPatience = 10 * time.Minute
+	reportLag      = 30 * time.Second
 	// reportTimeout bounds one try to send a report; there are two.
 	reportTimeout = 30 * time.Second
 	reportPoll    = 200 * time.Millisecond
@@ -156,11 +158,11 @@ const (
 
 // judge says whether the container is ready, and when it was.
 func (l *learner) judge(now time.Time) (verdict int, ready time.Time) {
-	_, last := l.log.Count()
+	_, last, full := l.log.State()
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	switch {
-	case l.several:
+	case l.several || full:
 		return givenUp, time.Time{}
 	case !l.ready.IsZero():
 		return isReady, l.ready
@@ -193,7 +195,7 @@ func (l *learner) watch() *trace.Trace {
 		return nil
 	case <-l.woken:
 	}
-	since := time.Now()
+	since, complete := time.Now(), time.Time{}
 	tick := time.NewTicker(reportPoll)
 	defer tick.Stop()
 	for {
@@ -204,7 +206,7 @@ func (l *learner) watch() *trace.Trace {
 				l.n.log.Debug("report what a start read", "rootfs", l.r.rec.ChainID, "error", err)
 			}
 			return t
-		case verdict == givenUp || time.Since(since) > reportPatience:
+		case verdict == givenUp || time.Since(since) > reportPatience || !complete.IsZero() && time.Since(complete) > reportLag:
 			l.n.log.Debug("a start is not reported: it did not become ready, or it was not the only one", "rootfs", l.r.rec.ChainID)
 			return nil
 		}
@@ -213,7 +215,17 @@ func (l *learner) watch() *trace.Trace {
 			return nil
 		case <-tick.C:
 		}
+		if complete.IsZero() && l.complete() {
+			complete = time.Now()
+		}
 	}
+}
+
+// complete reports whether everything of the rootfs is here.
+func (l *learner) complete() bool {
+	l.n.mu.Lock()
+	defer l.n.mu.Unlock()
+	return l.r.rec.Complete
 }
 
 // report puts together what was read until ready, and what came early and was

@@ -91,6 +91,13 @@ func (l *Log) Count() (blocks int64, last time.Time) {
 	return l.count, l.last
 }
 
+// State is Count, and whether there was more than the log holds.
+func (l *Log) State() (blocks int64, last time.Time, full bool) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.count, l.last, l.full
+}
+
 // Reads returns what has been noted, no block twice. full says that there was
 // more than the log holds.
 func (l *Log) Reads() (reads []Read, full bool) {
