@@ -16,7 +16,8 @@ import (
 // the set, and waits for all of it. So the mount of a rootfs that comes with a
 // startup set has no read-ahead until its container is ready, as far as anybody
 // says so: else for settle after the set has arrived, and never once everything
-// is here.
+// is here. The same holds while nobody knows a set and what is read is noticed to
+// make one (learn.go): with read-ahead it would have what nobody asked for.
 //
 // A file that is opened meanwhile keeps reading page by page for as long as it
 // is open: what is not in the page cache is read two to four times slower than
@@ -86,8 +87,11 @@ func (p *pull) arrived(s fetch.Startup) {
 	if r == nil {
 		return
 	}
+	p.n.mu.Lock()
+	learning := r.learning != nil
+	p.n.mu.Unlock()
 	p.n.work.Go(func() {
-		if s.Origin != "" {
+		if s.Origin != "" || learning {
 			settled := time.NewTimer(settle)
 			defer settled.Stop()
 			after := settled.C
