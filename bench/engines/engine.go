@@ -1,7 +1,8 @@
 // Package engines holds the ways of getting an image from a registry and running
 // it that are compared, each behind the interface Engine:
 //
-//	hydrofoil     foil node and foil run
+//	hydrofoil     foil node and foil run; the service traced, the server connected
+//	hydrofoil-untraced, -unconnected, -bare: without one of these, or both
 //	overlayfs     containerd, full pull, its overlayfs snapshotter
 //	erofs         containerd, full pull, its erofs snapshotter and differ
 //	stargz        containerd and stargz-snapshotter, images converted and traced
@@ -22,10 +23,12 @@ import (
 	"fmt"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"time"
 
 	"hydrofoil.dev/foil/bench/images"
 	"hydrofoil.dev/foil/bench/site"
+	"hydrofoil.dev/foil/internal/format/bundle"
 )
 
 // Image is an image in the cloud's registry, and how to tell that it is ready.
@@ -38,6 +41,14 @@ type Image struct {
 	// Touched are the files, by path from the root, of which pages are read
 	// before it is ready, for engines that take such a list.
 	Touched []string
+}
+
+// args are the container's entrypoint and command, as they run.
+func (im Image) args() []string {
+	if len(im.Command) > 0 {
+		return slices.Concat(im.Built.Config.Config.Entrypoint, im.Command)
+	}
+	return slices.Concat(im.Built.Config.Config.Entrypoint, im.Built.Config.Config.Cmd)
 }
 
 // Programs say where the engines' programs are, where that is not PATH.
@@ -99,6 +110,24 @@ type Cloud interface {
 	Serve(ctx context.Context, s *site.Site, p Programs, root string) (stop func() error, err error)
 }
 
+// Startups is a worker that knows of startup sets.
+type Startups interface {
+	// Startup is what the last provisioning had of one when it was ready.
+	Startup(ctx context.Context) (StartupResult, error)
+	// Set is what the server has for an image's service, and the bytes of all contents of the image.
+	Set(ctx context.Context, im Image) (set bundle.Service, of int64, err error)
+	// Reported waits until the server has learned from the last provisioning.
+	Reported(ctx context.Context, im Image) error
+}
+
+// StartupResult is what came of startup sets until ready.
+type StartupResult struct {
+	Origin string
+	Bytes  int64 // on the wire
+	Waits  int64 // reads
+	Waited time.Duration
+}
+
 // Container is a running container.
 type Container struct {
 	*site.Process // the command that runs it in the foreground
@@ -117,6 +146,9 @@ func (c *Container) Stop() error {
 func All() []Engine {
 	return []Engine{
 		&Hydrofoil{},
+		&Hydrofoil{Untraced},
+		&Hydrofoil{Unconnected},
+		&Hydrofoil{Bare},
 		&Containerd{Snapshotter: "overlayfs"},
 		&Containerd{Snapshotter: "erofs"},
 		&Stargz{},

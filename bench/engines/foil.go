@@ -8,6 +8,9 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -15,15 +18,38 @@ import (
 
 	"hydrofoil.dev/foil/bench/link"
 	"hydrofoil.dev/foil/bench/site"
+	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/worker/api"
 	"hydrofoil.dev/foil/internal/worker/launch"
 )
 
 // Hydrofoil is what this project is about: a node daemon at the edge, and foil
-// run. Pulled is when the rootfs is mounted.
-type Hydrofoil struct{}
+// run. Pulled is when the rootfs is mounted. Without a variant, services were
+// traced, and the daemon keeps a connection to the server from its start on.
+type Hydrofoil struct {
+	// Variant is one of the constants below.
+	Variant string
+}
 
-func (*Hydrofoil) Name() string { return "hydrofoil" }
+// Variants of Hydrofoil, each without something.
+const (
+	Untraced    = "untraced"    // no startup sets
+	Unconnected = "unconnected" // the daemon connects when it is told to pull
+	Bare        = "bare"        // neither
+	// Learning workers report what they touched, and nobody has traced anything
+	// by hand.
+	Learning = "learning"
+)
+
+func (h *Hydrofoil) Name() string {
+	if h.Variant == "" {
+		return "hydrofoil"
+	}
+	return "hydrofoil-" + h.Variant
+}
+
+func (h *Hydrofoil) traced() bool    { return h.Variant == "" || h.Variant == Unconnected }
+func (h *Hydrofoil) connected() bool { return h.Variant != Unconnected && h.Variant != Bare }
 
 // Find tells builds of one version apart by the digest of the program.
 func (*Hydrofoil) Find(ctx context.Context, p Programs) (string, error) {
@@ -38,35 +64,129 @@ func (*Hydrofoil) Find(ctx context.Context, p Programs) (string, error) {
 	return fmt.Sprintf("%s, program sha256:%.6x", version, sha256.Sum256(program)), nil
 }
 
-// Prepare asks for nothing: the server has prepared the image when it was
-// pushed, and the time that took is part of the push.
-func (*Hydrofoil) Prepare(context.Context, *site.Site, Programs, Image) (Preparation, error) {
-	return Preparation{What: "none: the server ingests what is pushed"}, nil
+// Prepare traces the service, unless that was done. What the server prepares by itself when an image is
+// pushed, and the time that takes, are part of the push.
+func (h *Hydrofoil) Prepare(ctx context.Context, s *site.Site, p Programs, im Image) (Preparation, error) {
+	if !h.traced() {
+		return Preparation{What: "none: the server ingests what is pushed"}, nil
+	}
+	done := Preparation{What: fmt.Sprintf("foil trace, %d runs", traceRuns)}
+	w := &foilWorker{site: s, foil: p.Foil, root: filepath.Join(s.Dir, h.Name()+"-trace")}
+	if err := w.Start(ctx); err != nil {
+		return done, err
+	}
+	defer func() { _ = w.Stop() }() // the site ends what is left
+	set, _, err := w.Set(ctx, im)
+	if err == nil && set.Traces >= traceRuns && set.Stored > 0 {
+		return done, nil
+	}
+	began := time.Now()
+	args := []string{"trace", "--root", w.root, "--plain-http", "--probe", im.Ready.Probe, "--runs", strconv.Itoa(traceRuns), im.Ref}
+	if len(im.Command) > 0 {
+		args = append(append(args, "--"), im.Command...)
+	}
+	if _, err := s.Run(ctx, link.Edge, w.foil, args...); err != nil {
+		return done, err
+	}
+	done.Time = time.Since(began)
+	set, err = w.built(ctx, im, began)
+	done.Storage = set.Stored
+	return done, err
 }
 
-func (*Hydrofoil) Worker(s *site.Site, p Programs, dir string) Worker {
-	return &foilWorker{site: s, foil: p.Foil, root: dir}
+// traceRuns is how often a service is traced.
+const traceRuns = 2
+
+// Set asks the server.
+func (w *foilWorker) Set(ctx context.Context, im Image) (set bundle.Service, of int64, err error) {
+	out, err := w.site.Run(ctx, link.Edge, w.foil, "startup", "ls", "--root", w.root, "--plain-http", "--json", im.Ref)
+	if err != nil {
+		return set, 0, err
+	}
+	var report bundle.StartupReport
+	if err := json.Unmarshal([]byte(out), &report); err != nil {
+		return set, 0, fmt.Errorf("bench: startup sets of %s: %w", im.Ref, err)
+	}
+	for _, set := range report.Services {
+		if slices.Equal(set.Args, im.args()) {
+			return set, report.ImageBytes, nil
+		}
+	}
+	return set, report.ImageBytes, nil
+}
+
+// built waits until the server has a set that is younger than after; it builds sets in the
+// background.
+func (w *foilWorker) built(ctx context.Context, im Image, after time.Time) (set bundle.Service, err error) {
+	for {
+		set, _, err = w.Set(ctx, im)
+		if err != nil || set.Stored > 0 && set.Updated.After(after) {
+			return set, err
+		}
+		select {
+		case <-time.After(200 * time.Millisecond):
+		case <-ctx.Done():
+			return set, context.Cause(ctx)
+		}
+	}
+}
+
+// Startup is what the last foil run told.
+func (w *foilWorker) Startup(ctx context.Context) (r StartupResult, err error) {
+	err = w.daemon.Until(ctx, "wait for the ready event", func() bool {
+		ready, ok := w.events.get(api.Ready)
+		if exited, ended := w.events.get(api.Exited); !ok && ended {
+			ready, ok = exited, true
+		}
+		r = StartupResult{ready.StartupOrigin, ready.StartupMoved, ready.Waits, time.Duration(ready.Waited * float64(time.Second))}
+		return ok
+	})
+	return r, err
+}
+
+// Reported gives it a minute: reports are sent after a while, in the background.
+func (w *foilWorker) Reported(ctx context.Context, im Image) error {
+	ctx, cancel := context.WithTimeoutCause(ctx, time.Minute, site.ErrTooLong)
+	defer cancel()
+	_, err := w.built(ctx, im, w.since)
+	return err
+}
+
+func (h *Hydrofoil) Worker(s *site.Site, p Programs, dir string) Worker {
+	return &foilWorker{site: s, foil: p.Foil, root: dir, connected: h.connected(), startup: h.traced() || h.Variant == Learning, reports: h.Variant == Learning}
 }
 
 type foilWorker struct {
-	site   *site.Site
-	foil   string
-	root   string
+	site *site.Site
+	foil string
+	root string
+	// What Variant says.
+	connected, startup, reports bool
+
 	daemon *site.Process
-	events *events // of the last foil run
+	since  time.Time // the last provisioning began
+	events *events   // of the last foil run
 	run    *site.Process
 	trees  int // mounted so far
 }
 
 func (w *foilWorker) Start(ctx context.Context) (err error) {
-	if w.daemon, err = w.site.Start(link.Edge, nil, w.foil, "node", "--root", w.root); err != nil {
+	// Reports would make the sets of later runs others than those of earlier ones.
+	args := []string{"node", "--root", w.root}
+	if !w.reports {
+		args = append(args, "--report", "off")
+	}
+	if w.connected {
+		args = append(args, "--connect", "http://"+RegistryAddr)
+	}
+	if w.daemon, err = w.site.Start(link.Edge, nil, w.foil, args...); err != nil {
 		return err
 	}
 	client := api.Dial(w.root)
 	defer client.Close()
 	return started(ctx, w.daemon, "foil node", func(ctx context.Context) bool {
-		_, err := client.Status(ctx)
-		return err == nil
+		status, err := client.Status(ctx)
+		return err == nil && !slices.ContainsFunc(status.Servers, func(s api.ServerStatus) bool { return !s.Warm })
 	})
 }
 
@@ -119,10 +239,12 @@ func (w *foilWorker) Provision(ctx context.Context, im Image, t *Trial) (*Contai
 	if err != nil {
 		return nil, fmt.Errorf("bench: %w", err)
 	}
-	args := []string{"run", "--root", w.root, "--rm", "--plain-http", "--events", "fd:3", "--probe", im.Ready.Probe, im.Ref}
+	args := []string{"run", "--root", w.root, "--rm", "--plain-http", "--events", "fd:3", "--probe", im.Ready.Probe,
+		fmt.Sprintf("--startup=%t", w.startup), im.Ref}
 	if len(im.Command) > 0 {
 		args = append(append(args, "--"), im.Command...)
 	}
+	w.since = time.Now()
 	w.run, err = w.site.Start(link.Edge, []*os.File{write}, w.foil, args...)
 	write.Close()
 	if err != nil {

@@ -7,6 +7,7 @@ import (
 	"net"
 	"net/http"
 	"strings"
+	"time"
 
 	v1 "github.com/opencontainers/image-spec/specs-go/v1"
 
@@ -83,4 +84,24 @@ func layerBytes(ctx context.Context, s *site.Site, ref string) (n int64, err err
 		n += layer.Size
 	}
 	return n, nil
+}
+
+// Settle waits until a registry has ingested what was pushed, that is, until its
+// directory has not grown for a second, and says how large it is.
+func Settle(ctx context.Context, root string) (size int64, err error) {
+	for still := 0; still < 4; still++ {
+		now, err := site.DiskBytes(root)
+		if err != nil {
+			return 0, err
+		}
+		if now != size {
+			size, still = now, 0
+		}
+		select {
+		case <-ctx.Done():
+			return 0, context.Cause(ctx)
+		case <-time.After(250 * time.Millisecond):
+		}
+	}
+	return size, nil
 }

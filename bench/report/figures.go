@@ -46,6 +46,7 @@ var colours = map[string]color.RGBA{
 	"hydrofoil": {0, 114, 178, 255}, "overlayfs": {90, 90, 90, 255}, "erofs": {153, 112, 171, 255},
 	"stargz": {213, 94, 0, 255}, "soci": {0, 158, 115, 255}, "nydus": {204, 121, 167, 255}, "starlight": {230, 159, 0, 255},
 	"curl": {150, 150, 150, 255}, "floor": {20, 20, 20, 255},
+	"hydrofoil-untraced": {86, 180, 233, 255}, "hydrofoil-unconnected": {0, 60, 110, 255}, "hydrofoil-bare": {140, 160, 200, 255},
 }
 
 func colour(engine string) color.RGBA {

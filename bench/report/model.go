@@ -30,6 +30,7 @@ const baseline = "overlayfs"
 // labels are what figures call engines.
 var labels = map[string]string{
 	"hydrofoil": "Hydrofoil", "overlayfs": "containerd", "erofs": "erofs", "stargz": "stargz", "soci": "SOCI", "starlight": "Starlight",
+	"hydrofoil-untraced": "Hydrofoil, untraced", "hydrofoil-unconnected": "Hydrofoil, unconnected", "hydrofoil-bare": "Hydrofoil, neither",
 	"curl": "curl (layers)", "floor": "floor T*",
 }
 

@@ -45,9 +45,9 @@ func foresee(s session) (took time.Duration) {
 	for i, k := range s.keys {
 		layers := float64(s.versions[i].Built.LayerBytes())
 		switch {
-		case k.Engine == "hydrofoil" && k.Kind == results.Update:
+		case strings.HasPrefix(k.Engine, "hydrofoil") && k.Kind == results.Update:
 			layers *= 0.3 // what differs
-		case k.Engine == "hydrofoil":
+		case strings.HasPrefix(k.Engine, "hydrofoil"):
 			layers *= 0.9
 		}
 		rate := float64(k.Rate)

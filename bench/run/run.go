@@ -300,8 +300,9 @@ func (m *matrix) prepareImage(ctx context.Context, s *site.Site, full engines.Wo
 			m.log("%s cannot prepare %s: %v", e.Name(), im.Name, err)
 			continue
 		}
-		if e.Name() == "hydrofoil" {
-			done.Time, done.Storage = p.Ingested, p.Storage-im.Built.LayerBytes()
+		if _, ok := e.(*engines.Hydrofoil); ok {
+			done.Time += p.Ingested
+			done.Storage += p.Storage - im.Built.LayerBytes()
 		}
 		if done.Time > 0 {
 			m.log("%s prepared %s: %.1f s, %.1f MB", e.Name(), im.Name, done.Time.Seconds(), float64(done.Storage)/1e6)
@@ -317,7 +318,7 @@ func (m *matrix) prepareImage(ctx context.Context, s *site.Site, full engines.Wo
 
 // push pushes an image, and waits until it is ingested.
 func (m *matrix) push(ctx context.Context, s *site.Site, im engines.Image, p *prepared) error {
-	before, err := m.settled(ctx)
+	before, err := engines.Settle(ctx, m.state.registry())
 	if err != nil {
 		return err
 	}
@@ -326,7 +327,7 @@ func (m *matrix) push(ctx context.Context, s *site.Site, im engines.Image, p *pr
 		return err
 	}
 	p.Push = time.Since(began)
-	after, err := m.settled(ctx)
+	after, err := engines.Settle(ctx, m.state.registry())
 	if err != nil {
 		return err
 	}
@@ -352,26 +353,6 @@ func (m *matrix) measureFloor(ctx context.Context, s *site.Site, full engines.Wo
 	}
 	p.Touched = p.Floor.Files
 	m.log("floor of %s: warm start %.2f s, %.2f MB touched", im.Name, p.Floor.Warm.Seconds(), float64(p.Floor.Touched)/1e6)
-}
-
-// settled waits until the registry has ingested what was pushed, that is, until
-// its directory has not grown for a second, and says how large it is.
-func (m *matrix) settled(ctx context.Context) (size int64, err error) {
-	for still := 0; still < 4; still++ {
-		now, err := site.DiskBytes(m.state.registry())
-		if err != nil {
-			return 0, err
-		}
-		if now != size {
-			size, still = now, 0
-		}
-		select {
-		case <-ctx.Done():
-			return 0, context.Cause(ctx)
-		case <-time.After(250 * time.Millisecond):
-		}
-	}
-	return size, nil
 }
 
 func pullForFloor(ctx context.Context, full engines.Worker, im engines.Image) error {
