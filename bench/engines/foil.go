@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"net/url"
 	"os"
 	"path/filepath"
 	"slices"
@@ -97,14 +98,16 @@ func (h *Hydrofoil) Prepare(ctx context.Context, s *site.Site, p Programs, im Im
 // traceRuns is how often a service is traced.
 const traceRuns = 2
 
-// Set asks the server.
+// Set asks the server, in the cloud.
 func (w *foilWorker) Set(ctx context.Context, im Image) (set bundle.Service, of int64, err error) {
-	out, err := w.site.Run(ctx, link.Edge, w.foil, "startup", "ls", "--root", w.root, "--plain-http", "--json", im.Ref)
+	repository, tag, _ := strings.Cut(im.Name, ":")
+	query := url.Values{"repository": {repository}, "reference": {tag}}
+	out, err := get(ctx, w.site, bundle.StartupPath+"?"+query.Encode())
 	if err != nil {
 		return set, 0, err
 	}
 	var report bundle.StartupReport
-	if err := json.Unmarshal([]byte(out), &report); err != nil {
+	if err := json.Unmarshal(out, &report); err != nil {
 		return set, 0, fmt.Errorf("bench: startup sets of %s: %w", im.Ref, err)
 	}
 	for _, set := range report.Services {

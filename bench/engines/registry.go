@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"io"
 	"net"
 	"net/http"
 	"strings"
@@ -26,12 +27,7 @@ func Serve(ctx context.Context, s *site.Site, foil, root string, prefix ...strin
 	if err != nil {
 		return nil, err
 	}
-	client := http.Client{Transport: &http.Transport{
-		DisableKeepAlives: true,
-		DialContext: func(ctx context.Context, network, address string) (net.Conn, error) {
-			return s.Link.DialContext(ctx, link.Cloud, network, address)
-		},
-	}}
+	client := cloudClient(s)
 	return p, started(ctx, p, "foil serve", func(context.Context) bool {
 		response, err := client.Get("http://" + RegistryAddr + "/v2/")
 		if err != nil {
@@ -40,6 +36,37 @@ func Serve(ctx context.Context, s *site.Site, foil, root string, prefix ...strin
 		response.Body.Close()
 		return response.StatusCode == http.StatusOK
 	})
+}
+
+// cloudClient is a client in the cloud.
+func cloudClient(s *site.Site) *http.Client {
+	return &http.Client{Transport: &http.Transport{
+		DisableKeepAlives: true,
+		DialContext: func(ctx context.Context, network, address string) (net.Conn, error) {
+			return s.Link.DialContext(ctx, link.Cloud, network, address)
+		},
+	}}
+}
+
+// get asks the registry for a path.
+func get(ctx context.Context, s *site.Site, path string) ([]byte, error) {
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+RegistryAddr+path, nil)
+	if err != nil {
+		return nil, fmt.Errorf("bench: %w", err)
+	}
+	response, err := cloudClient(s).Do(req)
+	if err != nil {
+		return nil, fmt.Errorf("bench: %w", err)
+	}
+	defer response.Body.Close()
+	body, err := io.ReadAll(response.Body)
+	if err == nil && response.StatusCode != http.StatusOK {
+		err = fmt.Errorf("%s: %s", response.Status, body)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("bench: GET %s: %w", path, err)
+	}
+	return body, nil
 }
 
 // Push pushes an image by a standard client, in the cloud, and asks the registry
