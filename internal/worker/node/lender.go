@@ -76,8 +76,14 @@ func (n *Node) arenaLocked(id digest.Digest) *rootfs {
 // inUse reports whether the kernel has the metadata image of a rootfs mounted,
 // in whatever namespace, below whatever overlay: a lease for writing is granted
 // only on a file that nobody has open. Without an answer it is in use.
-func (r *rootfs) inUse() bool {
-	f, err := os.Open(r.path("meta.erofs"))
+func (r *rootfs) inUse() bool { return isOpen(r.path("meta.erofs")) || isOpen(r.path(oldMeta)) }
+
+// oldMeta is a metadata image that was damaged on the disk, and in use, when it
+// was written anew.
+const oldMeta = "meta.erofs.old"
+
+func isOpen(path string) bool {
+	f, err := os.Open(path)
 	if err != nil {
 		return !errors.Is(err, os.ErrNotExist)
 	}
@@ -209,7 +215,7 @@ func (n *Node) shrink(r *rootfs, borrowers []*rootfs) (freed int64, err error) {
 		return 0, errors.New("it may be behind the gate still")
 	}
 	// Derived, or of use for a mount only. They make room for the list.
-	for _, name := range []string{"meta.erofs", "meta.erofs.new", "toc", "placement", gatedName, borrowersName} {
+	for _, name := range []string{"meta.erofs", "meta.erofs.new", oldMeta, "toc", "placement", gatedName, borrowersName} {
 		if err := os.Remove(r.path(name)); err != nil && !errors.Is(err, os.ErrNotExist) {
 			return 0, err
 		}

@@ -309,6 +309,15 @@ func TestAFileInUseIsNoticed(t *testing.T) {
 	if !r.inUse() {
 		t.Error("a file that is open is not in use")
 	}
+	if err := os.Rename(path, r.path(oldMeta)); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(path, []byte("made anew"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if !r.inUse() {
+		t.Error("the image of before is open, and not in use")
+	}
 	f.Close()
 	if r.inUse() {
 		t.Error("a file that was closed is in use still")

@@ -34,7 +34,7 @@ import (
 //	toc          the TOC as the server sent it
 //	placement    for each content the arena it lies in
 //	contents     what its own arena holds, sorted (derived)
-//	meta.erofs   the metadata image (derived)
+//	meta.erofs   the metadata image (derived); meta.erofs.old: see lender.go
 //	arena, presence, durable
 //	             package arena
 //	gated        there while it is mounted by way of a FUSE gate: see gated.go
@@ -485,6 +485,12 @@ func (n *Node) writeMeta(r *rootfs, t *toc.TOC, place placement) (string, error)
 	err = erofs.Write(io.MultiWriter(f, h), t, opts)
 	if err := errors.Join(err, f.Close()); err != nil {
 		return "", err
+	}
+	if isOpen(r.path("meta.erofs")) {
+		// An old mount lives on somewhere: what it refers to stays (see inUse).
+		if err := os.Rename(r.path("meta.erofs"), r.path(oldMeta)); err != nil {
+			return "", err
+		}
 	}
 	if err := os.Rename(f.Name(), r.path("meta.erofs")); err != nil {
 		return "", err

@@ -158,6 +158,39 @@ func (img testImage) labels(i int) map[string]string {
 	}
 }
 
+// A daemon died while it made a snapshot, and while it unpacked a layer.
+func TestWhatACrashLeftIsRemoved(t *testing.T) {
+	dir := t.TempDir()
+	f := newFake()
+	img := f.add(t, "a", "b")
+	s := open(t, dir, f)
+	pull(t, s, img, 0, "")
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	ids, err := os.ReadDir(filepath.Join(dir, "snapshots"))
+	if err != nil || len(ids) != 2 {
+		t.Fatalf("%v, %v", ids, err)
+	}
+	for _, path := range []string{"new-123/fs", "99/fs", ids[0].Name() + "/unpack/fs"} {
+		if err := os.MkdirAll(filepath.Join(dir, "snapshots", path, "left"), 0o700); err != nil {
+			t.Fatal(err)
+		}
+	}
+	open(t, dir, f)
+	now, err := filepath.Glob(filepath.Join(dir, "snapshots/*/*"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	var want []string
+	for _, id := range ids {
+		want = append(want, filepath.Join(dir, "snapshots", id.Name(), "fs"), filepath.Join(dir, "snapshots", id.Name(), "lazy"))
+	}
+	if diff := cmp.Diff(want, now); diff != "" {
+		t.Errorf("what is there (-want +got):\n%s", diff)
+	}
+}
+
 // pull does what containerd does with layers from on, on a parent, while they
 // are skipped. It returns the names of the snapshots that it finds.
 func pull(t *testing.T, s *Snapshotter, img testImage, from int, parent string) (names []string) {

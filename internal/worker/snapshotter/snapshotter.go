@@ -168,7 +168,22 @@ func Open(ctx context.Context, opts Options) (_ *Snapshotter, err error) {
 	if err := s.load(ctx); err != nil {
 		return nil, errors.Join(err, s.meta.Close())
 	}
+	if err := s.dropUnfinished(ctx); err != nil {
+		s.log.Warn("what a crash left of snapshots takes room still", "error", err)
+	}
 	return s, nil
+}
+
+// dropUnfinished removes what an earlier daemon was making when it died:
+// directories without a snapshot, layers half unpacked. Nothing is made meanwhile.
+func (s *Snapshotter) dropUnfinished(ctx context.Context) error {
+	err := s.Cleanup(ctx)
+	half, globErr := filepath.Glob(filepath.Join(s.opts.Dir, "snapshots", "*", "unpack"))
+	err = errors.Join(err, globErr)
+	for _, dir := range half {
+		err = errors.Join(err, os.RemoveAll(dir))
+	}
+	return err
 }
 
 // Close ends the snapshotter's holds. Mounts stay.
