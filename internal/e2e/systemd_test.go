@@ -71,11 +71,13 @@ func startSystemd(t *testing.T, unitDir string) *systemd {
 		t.Fatal(err)
 	}
 	groups := cgroups(t)
-	var script strings.Builder
+	// A namespace of control groups alone would leave it the host's mounts of them.
+	var script, binds strings.Builder
 	for _, g := range groups {
-		fmt.Fprintf(&script, "echo $$ > %s/cgroup.procs 2> /dev/null\n", g)
+		fmt.Fprintf(&script, "echo $$ > %s/cgroup.procs 2> /dev/null\n", g.dir)
+		fmt.Fprintf(&binds, "mount --bind %s %s && ", g.dir, g.root)
 	}
-	fmt.Fprintf(&script, "exec unshare --pid --fork --kill-child=SIGKILL --mount --mount-proc --cgroup --uts --ipc /bin/sh -c '"+
+	fmt.Fprintf(&script, "exec unshare --pid --fork --kill-child=SIGKILL --mount --mount-proc --cgroup --uts --ipc /bin/sh -c '"+binds.String()+
 		"mount -t tmpfs tmpfs /run && mkdir -p /run/systemd/system && exec %s --system --unit=foil-test.target --log-target=console --show-status=no'", program)
 	cmd := exec.Command("/bin/sh", "-c", script.String())
 	// With "container" it leaves the host's devices alone.
@@ -95,7 +97,7 @@ func startSystemd(t *testing.T, unitDir string) *systemd {
 		_ = cmd.Process.Kill()
 		<-ended
 		for _, g := range groups {
-			removeGroups(t, g)
+			removeGroups(t, g.dir)
 		}
 		if t.Failed() {
 			t.Logf("log of systemd:\n%s", log.String())
@@ -124,8 +126,11 @@ func startSystemd(t *testing.T, unitDir string) *systemd {
 	}
 }
 
+// cgroup is a control group, and where its hierarchy is mounted.
+type cgroup struct{ dir, root string }
+
 // cgroups makes a control group in each hierarchy, below the one of the test.
-func cgroups(t *testing.T) (dirs []string) {
+func cgroups(t *testing.T) (groups []cgroup) {
 	t.Helper()
 	own, err := os.ReadFile("/proc/self/cgroup")
 	if err != nil {
@@ -143,15 +148,15 @@ func cgroups(t *testing.T) (dirs []string) {
 			}
 			dir := filepath.Join(root, parts[2], fmt.Sprintf("foil-test-%d", os.Getpid()))
 			if os.Mkdir(dir, 0o755) == nil {
-				dirs = append(dirs, dir)
+				groups = append(groups, cgroup{dir, root})
 			}
 			break
 		}
 	}
-	if len(dirs) == 0 {
+	if len(groups) == 0 {
 		t.Skip("skip: no control groups can be made here")
 	}
-	return dirs
+	return groups
 }
 
 // removeGroups removes a control group and those below it, once they are empty.
