@@ -65,6 +65,12 @@ type Options struct {
 	// stream had of startup sets has been written, unless it was damaged.
 	Early func(Startup)
 
+	// Hold, when more than 0, has the frames of the plan wait after a startup
+	// set, unwritten, until Release is called, a read waits for something that was not in the set, or
+	// so much time has passed: the start has the processors and the disk for
+	// itself. What arrives meanwhile fills the receive window, and no more.
+	Hold time.Duration
+
 	// GiveUp is how long the pull keeps trying while nothing arrives; 0 means
 	// 5 minutes. Then its arenas fail: reads that wait get an error.
 	GiveUp time.Duration
@@ -142,6 +148,9 @@ type Pull struct {
 	done   chan struct{}  // closed after run has ended, and err is set
 	err    error
 
+	released    chan struct{} // closed by Release
+	releaseOnce sync.Once
+
 	jobs    chan job
 	room    *semaphore.Weighted // of inFlight
 	buffers sync.Pool           // *buffer
@@ -199,19 +208,20 @@ func newPull(ctx context.Context, opts Options) *Pull {
 	outer := ctx
 	ctx, cancel := context.WithCancelCause(ctx)
 	p := &Pull{
-		outer:   outer,
-		opts:    opts,
-		log:     opts.Logger.With("pull", opts.Name),
-		ctx:     ctx,
-		cancel:  cancel,
-		done:    make(chan struct{}),
-		jobs:    make(chan job),
-		room:    semaphore.NewWeighted(inFlight),
-		kick:    make(chan struct{}, 1),
-		images:  slices.Clone(opts.Request.Images),
-		targets: make([]*target, len(opts.Request.Images)),
-		wanted:  make(map[*reading]struct{}),
-		damaged: make(map[segment.ID]int),
+		outer:    outer,
+		opts:     opts,
+		log:      opts.Logger.With("pull", opts.Name),
+		ctx:      ctx,
+		cancel:   cancel,
+		done:     make(chan struct{}),
+		jobs:     make(chan job),
+		released: make(chan struct{}),
+		room:     semaphore.NewWeighted(inFlight),
+		kick:     make(chan struct{}, 1),
+		images:   slices.Clone(opts.Request.Images),
+		targets:  make([]*target, len(opts.Request.Images)),
+		wanted:   make(map[*reading]struct{}),
+		damaged:  make(map[segment.ID]int),
 	}
 	p.promoter.init(p)
 	return p
@@ -220,6 +230,9 @@ func newPull(ctx context.Context, opts Options) *Pull {
 // Stop ends the pull soon. Its arenas do not fail: reads go on waiting for the
 // next pull.
 func (p *Pull) Stop() { p.cancel(ErrStopped) }
+
+// Release ends what Options.Hold does, before it has begun as well.
+func (p *Pull) Release() { p.releaseOnce.Do(func() { close(p.released) }) }
 
 // Wait waits for the end of the pull. It returns nil when all that the server
 // planned is present and durable.

@@ -40,6 +40,9 @@ func (p *Pull) Need(ctx context.Context, a *arena.Arena, off, n int64) error {
 	p.mu.Lock()
 	p.wanted[r] = struct{}{}
 	promoted := p.current != nil && p.current.wantAll(r)
+	if p.current != nil {
+		p.Release() // it is not in a startup set, or was damaged
+	}
 	p.mu.Unlock()
 	err := a.Wait(ctx, off, n)
 	p.mu.Lock()

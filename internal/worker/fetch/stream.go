@@ -8,6 +8,7 @@ import (
 	"slices"
 	"sort"
 	"sync"
+	"time"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/format/segment"
@@ -149,6 +150,9 @@ func (s *stream) read(ctx context.Context, resp io.Reader, req *bundle.Request) 
 				return err
 			}
 		case *bundle.Frame:
+			if err := s.hold(ctx); err != nil {
+				return err
+			}
 			s.arrived(v.Index)
 			j := job{stream: s, frame: v.Index, data: v.Data, buffer: held}
 			held = nil
@@ -156,6 +160,28 @@ func (s *stream) read(ctx context.Context, resp io.Reader, req *bundle.Request) 
 				return err
 			}
 		}
+	}
+}
+
+// hold waits as Options.Hold says. It is the reader of the stream that waits, so
+// that nothing piles up here.
+func (s *stream) hold(ctx context.Context) error {
+	p := s.p
+	if p.opts.Hold <= 0 || p.pagesTotal.Load() == 0 {
+		return nil
+	}
+	select {
+	case <-p.released:
+		return nil
+	default:
+	}
+	timer := time.AfterFunc(p.opts.Hold, p.Release)
+	defer timer.Stop()
+	select {
+	case <-p.released:
+		return nil
+	case <-ctx.Done():
+		return context.Cause(ctx)
 	}
 }
 
@@ -301,6 +327,7 @@ func (s *stream) planned(ctx context.Context, plan *bundle.Plan) error {
 	p.current = s
 	for r := range p.wanted {
 		s.wantAll(r)
+		p.Release()
 	}
 	return nil
 }

@@ -242,6 +242,7 @@ func (p *pull) bring(ctx context.Context) error {
 			Open:           p.open,
 			TOC:            p.encodedTOC,
 			Early:          p.arrived,
+			Hold:           p.hold(),
 			GiveUp:         n.opts.GiveUp,
 			GiveUpUnopened: atOnce,
 			Logger:         n.log,

@@ -109,7 +109,33 @@ func (p *pull) arrived(s fetch.Startup) {
 }
 
 // isReady ends what p does for the start of a container.
-func (p *pull) isReady() { p.readyOnce.Do(func() { close(p.ready) }) }
+func (p *pull) isReady() {
+	p.readyOnce.Do(func() { close(p.ready) })
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.fetch != nil {
+		p.fetch.Release()
+	}
+}
+
+// holdMost is how long what comes after the startup set waits for a container to
+// become ready: long enough for most, short enough for a link not to lie idle for
+// those that take minutes.
+const holdMost = 10 * time.Second
+
+// hold is how long it does: not at all when nobody will say that it is ready, or
+// somebody has.
+func (p *pull) hold() time.Duration {
+	select {
+	case <-p.ready:
+		return 0
+	default:
+	}
+	if !p.req.Probed {
+		return 0
+	}
+	return holdMost
+}
 
 // wantsStartup reports whether a pull asks for a startup set.
 func (p *pull) wantsStartup() bool { return !p.n.opts.NoStartup && !p.req.NoStartup }
