@@ -86,8 +86,29 @@ func (h *Hydrofoil) Prepare(ctx context.Context, s *site.Site, p Programs, im Im
 	if len(im.Command) > 0 {
 		args = append(append(args, "--"), im.Command...)
 	}
-	if _, err := s.Run(ctx, link.Edge, w.foil, args...); err != nil {
+	tracing, err := s.Start(link.Edge, nil, w.foil, args...)
+	if err != nil {
 		return done, err
+	}
+	// Whether it is ready is asked from outside, and what the answer needs is
+	// part of the start: floors and measured runs have it as well.
+	for asking := im.Ready.Network(); asking; {
+		select {
+		case <-tracing.Done:
+			asking = false
+		case <-time.After(50 * time.Millisecond):
+			attempt, cancel := context.WithTimeout(ctx, time.Second)
+			_ = im.Ready.Wait(attempt, s.Link, tracing)
+			cancel()
+		}
+	}
+	select {
+	case <-tracing.Done:
+	case <-ctx.Done():
+		return done, errors.Join(context.Cause(ctx), tracing.Stop(syscall.SIGTERM))
+	}
+	if tracing.Err != nil {
+		return done, fmt.Errorf("bench: trace %s: %w%s", im.Ref, tracing.Err, tracing.Said())
 	}
 	done.Time = time.Since(began)
 	set, err = w.built(ctx, im, began)

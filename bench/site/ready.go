@@ -56,6 +56,9 @@ func ParseReadiness(probe string, redis bool) (Readiness, error) {
 	return r, nil
 }
 
+// Network reports whether readiness is asked for over a network.
+func (r Readiness) Network() bool { return r.try != nil }
+
 // Ends reports whether the container is ready by its end.
 func (r Readiness) Ends() bool { return r.try == nil && r.line == nil && r.exec == "" }
 

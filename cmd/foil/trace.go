@@ -43,6 +43,7 @@ func (f *traceFlags) add(cmd *cobra.Command) {
 	f.creds = credsFlag(cmd)
 	fs := cmd.Flags()
 	fs.StringVar(&f.probe, "probe", "", "`PROBE` that tells when the service is ready, as for foil run")
+	fs.DurationVar(&f.trace.After, "after", time.Second, "with a probe: how long a ready service goes on, for what its first users need; use it meanwhile")
 	fs.DurationVar(&f.trace.Quiet, "quiet", 3*time.Second, "without a probe: how long nothing new is read when the service counts as ready")
 	fs.IntVar(&f.runs, "runs", 1, "how often to run the service; pages that at least half of the runs touch count")
 	fs.StringVar(&f.entrypoint, "entrypoint", "", "`COMMAND` in place of the image's entrypoint and command")

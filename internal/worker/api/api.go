@@ -170,6 +170,8 @@ type TraceRequest struct {
 	// is left out.
 	Started time.Time `json:"started"`
 	Ready   time.Time `json:"ready"`
+	// Until is the end of the trace, if it is later than Ready.
+	Until time.Time `json:"until,omitzero"`
 	// Send sends the trace to the image's server, with the credential as for a
 	// PullRequest.
 	Send       bool                   `json:"send,omitempty"`

@@ -18,6 +18,9 @@ type TraceOptions struct {
 	// Quiet is for how long a container without a probe reads nothing new when
 	// it counts as ready; one that ends well is ready as well. 0: 3 s.
 	Quiet time.Duration
+	// After is how long a container that is ready by its probe goes on, and what it
+	// reads is part of its trace: what the first that use it need. 0: none.
+	After time.Duration
 	// Progress is called now and then while the container runs; nil: nobody
 	// listens.
 	Progress func(api.TraceStatus)
@@ -63,7 +66,16 @@ func (w *Worker) Trace(ctx context.Context, o Options, t TraceOptions) (*api.Tra
 
 // trace takes the trace of a container that was ready at that time.
 func (r *run) trace(ctx context.Context, proc *runner.Container, ready time.Time) (err error) {
-	req := api.TraceRequest{Args: r.args, Started: r.began, Ready: ready, Send: r.tracing.Send, Credential: r.o.Pull.Credential}
+	req := api.TraceRequest{Args: r.args, Started: r.began, Ready: ready, Until: ready, Send: r.tracing.Send, Credential: r.o.Pull.Credential}
+	if r.o.Probe != nil && r.tracing.After > 0 {
+		select {
+		case <-time.After(time.Until(ready.Add(r.tracing.After))):
+			req.Until = time.Now()
+		case <-proc.Done(): // what it reads to end is not wanted
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+	}
 	r.tracing.result, err = r.Client.Trace(ctx, proc.ID, req)
 	return err
 }

@@ -23,6 +23,9 @@ const (
 	// reportQuiet is for how long a container that nobody probes reads nothing new
 	// when it counts as ready.
 	reportQuiet = 3 * time.Second
+	// reportAfter is how long a container that is ready by its probe is watched
+	// on: what the first that use it need is part of the start.
+	reportAfter = time.Second
 	// reportPatience is how long a start is watched, reportLag how long after
 	// everything is here: till then reads go by the gate that need not.
 	reportPatience = 10 * time.Minute
@@ -156,26 +159,29 @@ const (
 	givenUp
 )
 
-// judge says whether the container is ready, and when it was.
-func (l *learner) judge(now time.Time) (verdict int, ready time.Time) {
+// judge says whether the container is ready and has been for long enough, since
+// when, and until when its reads count.
+func (l *learner) judge(now time.Time) (verdict int, ready, until time.Time) {
 	_, last, full := l.log.State()
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	switch {
 	case l.several || full:
-		return givenUp, time.Time{}
+		return givenUp, time.Time{}, time.Time{}
+	case !l.ready.IsZero() && (l.gone || now.Sub(l.ready) > reportAfter):
+		return isReady, l.ready, l.ready.Add(reportAfter)
 	case !l.ready.IsZero():
-		return isReady, l.ready
+		return watching, time.Time{}, time.Time{}
 	case l.probe && l.gone:
-		return givenUp, time.Time{}
+		return givenUp, time.Time{}, time.Time{}
 	case l.probe:
-		return watching, time.Time{}
+		return watching, time.Time{}, time.Time{}
 	case l.container != "" && l.started.IsZero() && !l.gone:
-		return watching, time.Time{} // being started
+		return watching, time.Time{}, time.Time{} // being started
 	case !last.IsZero() && now.Sub(last) > reportQuiet:
-		return isReady, last
+		return isReady, last, last
 	}
-	return watching, time.Time{}
+	return watching, time.Time{}, time.Time{}
 }
 
 func (l *learner) run() {
@@ -199,9 +205,9 @@ func (l *learner) watch() *trace.Trace {
 	tick := time.NewTicker(reportPoll)
 	defer tick.Stop()
 	for {
-		switch verdict, ready := l.judge(time.Now()); {
+		switch verdict, ready, until := l.judge(time.Now()); {
 		case verdict == isReady:
-			t, err := l.report(ready)
+			t, err := l.report(ready, until)
 			if err != nil {
 				l.n.log.Debug("report what a start read", "rootfs", l.r.rec.ChainID, "error", err)
 			}
@@ -230,7 +236,7 @@ func (l *learner) complete() bool {
 
 // report puts together what was read until ready, and what came early and was
 // not read.
-func (l *learner) report(ready time.Time) (*trace.Trace, error) {
+func (l *learner) report(ready, until time.Time) (*trace.Trace, error) {
 	reads, full := l.log.Reads()
 	if full || len(reads) == 0 {
 		l.n.log.Debug("a start is not reported: it read nothing of its arena, or too much", "rootfs", l.r.rec.ChainID, "reads", len(reads))
@@ -259,13 +265,13 @@ func (l *learner) report(ready time.Time) (*trace.Trace, error) {
 			return nil, nil
 		}
 	}
-	t.Touched, t.Unused = compare(have, a, reads, started, ready)
+	t.Touched, t.Unused = compare(have, a, reads, started, until)
 	return t, nil
 }
 
-// compare returns what was read of an arena until ready, and the pages that came
+// compare returns what was read of an arena until then, and the pages that came
 // early and were not.
-func compare(have *restored, a *arena.Arena, reads []recorder.Read, started, ready time.Time) (touched []trace.Touch, unused []trace.Run) {
+func compare(have *restored, a *arena.Arena, reads []recorder.Read, started, until time.Time) (touched []trace.Touch, unused []trace.Run) {
 	layout := a.Layout()
 	own := make(placement, len(have.toc.Contents))
 	offsets := make([]int64, len(have.toc.Contents))
@@ -279,7 +285,7 @@ func compare(have *restored, a *arena.Arena, reads []recorder.Read, started, rea
 	places := newPlaces(have.toc, own, offsets, 2)
 	pages := make(map[uint32]map[uint32]bool) // that were read, by content
 	for _, r := range reads {
-		if r.At.After(ready) {
+		if r.At.After(until) {
 			break
 		}
 		from := len(touched)

@@ -34,16 +34,17 @@ func TestJudge(t *testing.T) {
 			l.read1(at(1))
 		}, 5, isReady, at(1)},
 		{"probe, not ready", func(l *learner) { l.created("a"); l.told("a", probed); l.read1(at(1)) }, 100, watching, time.Time{}},
-		{"probe, ready", func(l *learner) { l.created("a"); l.told("a", ready) }, 2, isReady, at(2)},
-		{"told in the other order", func(l *learner) { l.created("a"); l.told("a", ready); l.told("a", probed) }, 2, isReady, at(2)},
+		{"probe, ready", func(l *learner) { l.created("a"); l.told("a", ready) }, 3.5, isReady, at(2)},
+		{"probe, ready just now", func(l *learner) { l.created("a"); l.told("a", ready) }, 2.5, watching, time.Time{}},
+		{"told in the other order", func(l *learner) { l.created("a"); l.told("a", ready); l.told("a", probed) }, 3.5, isReady, at(2)},
 		{"another is told of", func(l *learner) { l.created("a"); l.told("b", ready) }, 2, watching, time.Time{}},
 		{"probe, gone", func(l *learner) { l.created("a"); l.told("a", probed); l.removed("a") }, 2, givenUp, time.Time{}},
-		{"ready and gone", func(l *learner) { l.created("a"); l.told("a", ready); l.removed("a") }, 3, isReady, at(2)},
+		{"ready and gone", func(l *learner) { l.created("a"); l.told("a", ready); l.removed("a") }, 2.5, isReady, at(2)},
 		{"two", func(l *learner) { l.created("a"); l.told("a", ready); l.created("b") }, 3, givenUp, time.Time{}},
 	} {
 		l := &learner{log: recorder.NewLog(1, reportReads), woken: make(chan struct{})}
 		c.do(l)
-		if got, ready := l.judge(at(c.now)); got != c.want || !ready.Equal(c.ready) {
+		if got, ready, _ := l.judge(at(c.now)); got != c.want || !ready.Equal(c.ready) {
 			t.Errorf("%s: %d at %v, want %d at %v", c.name, got, ready, c.want, c.ready)
 		}
 	}

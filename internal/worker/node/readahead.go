@@ -100,6 +100,13 @@ func (p *pull) arrived(s fetch.Startup) {
 			}
 			select {
 			case <-p.ready:
+				if learning {
+					// What is read right after is reported, too.
+					select {
+					case <-time.After(reportAfter):
+					case <-p.ctx.Done():
+					}
+				}
 			case <-after:
 			case <-p.ctx.Done():
 			}

@@ -146,7 +146,10 @@ func (n *Node) TraceStatus(_ context.Context, id string) (*api.TraceStatus, erro
 // Trace returns the trace of a container that is ready, and may send it to the
 // image's server. The container's reads are recorded as long as it is there.
 func (n *Node) Trace(ctx context.Context, id string, req api.TraceRequest) (*api.TraceResult, error) {
-	if req.Started.IsZero() || req.Ready.Before(req.Started) {
+	if req.Until.IsZero() {
+		req.Until = req.Ready
+	}
+	if req.Started.IsZero() || req.Ready.Before(req.Started) || req.Until.Before(req.Ready) {
 		return nil, errorf(api.CodeInvalid, "trace container %s: started at %v and ready at %v", id, req.Started, req.Ready)
 	}
 	if len(req.Args) > trace.MaxArgs {
@@ -170,7 +173,7 @@ func (n *Node) Trace(ctx context.Context, id string, req api.TraceRequest) (*api
 		Ready:   req.Ready.Sub(req.Started),
 	}
 	for _, r := range reads {
-		if r.At.After(req.Ready) {
+		if r.At.After(req.Until) {
 			break
 		}
 		t.Touched = tr.places.touch(t.Touched, r, max(r.At.Sub(req.Started), 0))
