@@ -1,6 +1,8 @@
 // Package demo is Hydrofoil's demonstration: an unmodified image is pushed to a
-// registry in the cloud and run at the edge, once by foil run and once by a full
-// pull of the same layers; then the image is updated, both ways again.
+// registry in the cloud and run at the edge: by a full pull of its layers, by foil
+// run as it comes, and by foil run when the service was traced and the daemon has
+// a connection to the server; then the image is updated, all ways again (nobody has traced the
+// new version).
 //
 // Cloud and edge are network namespaces joined by an emulated link (package
 // link). All runs inside mount and PID namespaces of its own (see Confine), so
@@ -10,7 +12,7 @@
 //
 //   - time to ready: from the command until the container answers, as seen from
 //     outside (a PING for redis), with the machine's page caches dropped before;
-//     both daemons run already;
+//     all daemons run already;
 //   - bytes moved: what has arrived at the edge's device from the cloud, IP
 //     headers included, when the container was ready, and when the image was
 //     complete and the line silent;
@@ -178,6 +180,11 @@ func (d *demo) compare(ctx context.Context, versions []version) (err error) {
 		}
 		d.log("skopeo pushed %s as it is: %.1f MB in %d layers, %.1f s", v.Ref, mb(v.Built.LayerBytes()), len(v.Built.Manifest.Layers), time.Since(began).Seconds())
 	}
+	began := time.Now()
+	if _, err := traced.Prepare(ctx, d.site, programs, versions[0]); err != nil {
+		return err
+	}
+	d.log("foil trace noted what %s reads until it is ready, %.1f s", versions[0].Ref, time.Since(began).Seconds())
 	workers := make([]engines.Worker, len(contestants))
 	for i, c := range contestants {
 		workers[i] = c.engine.Worker(d.site, programs, filepath.Join(d.dir, c.engine.Name()))
@@ -220,8 +227,12 @@ var contestants = []struct {
 	engine engines.Engine
 }{
 	{"containerd, full pull", &engines.Containerd{Snapshotter: "overlayfs"}},
-	{"foil run", &engines.Hydrofoil{}},
+	{"foil run", &engines.Hydrofoil{Variant: engines.Bare}},
+	{"foil run, traced", traced},
 }
+
+// traced has a trace of the first version's service, and a connection that the daemon made before.
+var traced = &engines.Hydrofoil{}
 
 // measure is one measured run: until the container is ready, and on until the
 // image is complete and the line silent.

@@ -25,6 +25,7 @@ func TestTable(t *testing.T) {
 				results: []result{
 					{time: 9 * time.Second, atReady: 47e6, moved: 47e6},
 					{time: time.Second, atReady: 4e6, moved: 40e6, waits: 80, waited: 600 * time.Millisecond},
+					{time: 400 * time.Millisecond, atReady: 2e6, moved: 42e6},
 				},
 			},
 			{
@@ -33,6 +34,7 @@ func TestTable(t *testing.T) {
 				results: []result{
 					{time: 9 * time.Second, atReady: 47e6, moved: 47e6},
 					{time: time.Second / 2, atReady: 1e6, moved: 4e6, waits: 8, waited: 60 * time.Millisecond},
+					{time: 300 * time.Millisecond, atReady: 1e6, moved: 4e6},
 				},
 			},
 		},

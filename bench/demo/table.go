@@ -20,7 +20,7 @@ type table struct {
 type comparison struct {
 	name    string
 	layers  int64    // compressed bytes of all layers
-	results []result // of the full pull, then of foil run
+	results []result // of the contestants
 	floor   engines.Floor
 }
 
@@ -31,19 +31,21 @@ func (t table) String() string {
 	fmt.Fprintf(&b, line, "", "", "time to ready", "moved when ready", "moved in all", "of floor")
 	for _, c := range t.rows {
 		floor := c.floor.At(t.rtt, t.rate)
-		for i, who := range []string{"containerd, full pull", "foil run"} {
+		for i, who := range contestants {
 			r := c.results[i]
-			fmt.Fprintf(&b, line, c.name, who, seconds(r.time), megabytes(r.atReady), megabytes(r.moved),
+			fmt.Fprintf(&b, line, c.name, who.name, seconds(r.time), megabytes(r.atReady), megabytes(r.moved),
 				fmt.Sprintf("%.2f", r.time.Seconds()/floor.Seconds()))
 		}
 		fmt.Fprintf(&b, line, c.name, "floor T*", seconds(floor), megabytes(c.floor.Compressed), "", "1.00")
 	}
 	b.WriteString("\n")
 	for _, c := range t.rows {
-		full, foil := c.results[0], c.results[1]
-		fmt.Fprintf(&b, "%s: %.1f times as fast; %.0f%% of the bytes in all (layers: %.1f MB); %d reads waited %.2f s in sum\n",
-			c.name, full.time.Seconds()/foil.time.Seconds(), 100*float64(foil.moved)/float64(full.moved), mb(c.layers),
-			foil.waits, foil.waited.Seconds())
+		full := c.results[0]
+		for i, foil := range c.results[1:] {
+			fmt.Fprintf(&b, "%s, %s: %.1f times as fast; %.0f%% of the bytes in all (layers: %.1f MB); %d reads waited %.2f s in sum\n",
+				c.name, contestants[i+1].name, full.time.Seconds()/foil.time.Seconds(), 100*float64(foil.moved)/float64(full.moved), mb(c.layers),
+				foil.waits, foil.waited.Seconds())
+		}
 		fmt.Fprintf(&b, "  T*: warm start %.2f s, a round trip, and %.2f MB touched before ready (%.2f MB new, compressed)\n",
 			c.floor.Warm.Seconds(), mb(c.floor.Touched), mb(c.floor.Compressed))
 	}
