@@ -37,14 +37,14 @@ func New[V any](limit int64, cost func(V) int64) *Cache[V] {
 // Get returns the value of key, from load if it is not here. Whoever waits for
 // another's load gets its value or its error; load goes on when ctx ends.
 func (c *Cache[V]) Get(ctx context.Context, key string, load func(context.Context) (V, error)) (V, error) {
-	c.mu.Lock()
-	if e, ok := c.entries[key]; ok {
-		c.recent.MoveToFront(e)
-		c.mu.Unlock()
-		return e.Value.(*cached[V]).value, nil
+	if v, ok := c.find(key); ok {
+		return v, nil
 	}
-	c.mu.Unlock()
 	done := c.loads.DoChan(key, func() (any, error) {
+		// Another load may have ended since.
+		if v, ok := c.find(key); ok {
+			return v, nil
+		}
 		v, err := load(context.WithoutCancel(ctx))
 		if err == nil {
 			c.Put(key, v)
@@ -58,6 +58,18 @@ func (c *Cache[V]) Get(ctx context.Context, key string, load func(context.Contex
 		var none V
 		return none, ctx.Err()
 	}
+}
+
+// find returns a value that is here.
+func (c *Cache[V]) find(key string) (v V, ok bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	e, ok := c.entries[key]
+	if !ok {
+		return v, false
+	}
+	c.recent.MoveToFront(e)
+	return e.Value.(*cached[V]).value, true
 }
 
 // Put keeps a value, in place of the one that key has.
