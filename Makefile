@@ -17,6 +17,9 @@ BENCHTIME ?= 1s
 BENCH ?= .
 
 LINT := $(CACHE)/bin/golangci-lint
+# containerd 2, for the tests of the snapshotter under it; distributions have older ones.
+CONTAINERD2 := $(CACHE)/containerd2
+export FOIL_TEST_CONTAINERD2 ?= $(CONTAINERD2)
 
 .PHONY: build test lint vet unit race demo bench bench-server bench-go fuzz deps tidy clean
 
@@ -46,7 +49,11 @@ lint: $(LINT)
 race:
 	$(if $(RACE),CGO_ENABLED=1 $(GO) test -race $(TESTFLAGS) $(RACE))
 
-unit:
+$(CONTAINERD2)/containerd: tools/containerd/go.mod tools/containerd/go.sum
+	cd tools/containerd && CGO_ENABLED=0 $(GO) build -trimpath -ldflags '-s -w' -o $(CONTAINERD2)/ \
+		$$($(GO) list -f '{{if eq .Name "main"}}{{.ImportPath}}{{end}}' tool)
+
+unit: $(CONTAINERD2)/containerd
 	cd bench && $(GO) run ./cmd/gotest -C .. $(TESTFLAGS) -- . bench
 
 demo: build
