@@ -121,7 +121,7 @@ const traceRuns = 2
 
 // Set asks the server, in the cloud.
 func (w *foilWorker) Set(ctx context.Context, im Image) (set bundle.Service, of int64, err error) {
-	repository, tag, _ := strings.Cut(im.Name, ":")
+	repository, tag, _ := strings.Cut(strings.TrimPrefix(im.Ref, RegistryAddr+"/"), ":")
 	query := url.Values{"repository": {repository}, "reference": {tag}}
 	out, err := get(ctx, w.site, bundle.StartupPath+"?"+query.Encode())
 	if err != nil {
