@@ -66,7 +66,7 @@ type Options struct {
 	Early func(Startup)
 
 	// Hold, when more than 0, has the frames of the plan wait after a startup
-	// set, unwritten, until Release is called, a read waits for something that was not in the set, or
+	// set that was traced, unwritten, until Release is called, a read waits for something that was not in the set, or
 	// so much time has passed: the start has the processors and the disk for
 	// itself. What arrives meanwhile fills the receive window, and no more.
 	Hold time.Duration

@@ -167,7 +167,12 @@ func (s *stream) read(ctx context.Context, resp io.Reader, req *bundle.Request) 
 // that nothing piles up here.
 func (s *stream) hold(ctx context.Context) error {
 	p := s.p
-	if p.opts.Hold <= 0 || p.pagesTotal.Load() == 0 {
+	p.mu.Lock()
+	// A set that was not traced lacks more, and what follows it is likely to
+	// have that.
+	traced := p.origin == bundle.OriginTraced
+	p.mu.Unlock()
+	if p.opts.Hold <= 0 || p.pagesTotal.Load() == 0 || !traced {
 		return nil
 	}
 	select {
