@@ -8,6 +8,9 @@ import (
 	"fmt"
 	"net/url"
 	"strings"
+
+	"github.com/containerd/containerd/v2/core/remotes/docker"
+	"github.com/distribution/reference"
 )
 
 // Credential is what one registry is shown. The zero value is none.
@@ -57,8 +60,13 @@ func HostOf(address string) (string, error) {
 	if err != nil {
 		return "", errors.New("credentials: the server's address is no URL") // which may hold a secret
 	}
-	if u.Host == "index.docker.io" || u.Host == "docker.io" {
-		return "registry-1.docker.io", nil
+	// The registry of names without a host.
+	named, err := reference.ParseNormalizedNamed("name")
+	if err != nil {
+		return "", err
+	}
+	if hub := reference.Domain(named); u.Host == hub || u.Host == "index."+hub {
+		return docker.DefaultHost(hub)
 	}
 	return u.Host, nil
 }

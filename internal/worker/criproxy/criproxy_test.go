@@ -9,6 +9,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/containerd/containerd/v2/core/remotes/docker"
+	"github.com/distribution/reference"
 	"github.com/google/go-cmp/cmp"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
@@ -166,6 +168,15 @@ func TestEndpoint(t *testing.T) {
 
 func TestParseAuth(t *testing.T) {
 	b64 := func(s string) string { return base64.StdEncoding.EncodeToString([]byte(s)) }
+	named, err := reference.ParseNormalizedNamed("name")
+	if err != nil {
+		t.Fatal(err)
+	}
+	hub := reference.Domain(named)
+	origin, err := docker.DefaultHost(hub)
+	if err != nil || origin == hub {
+		t.Fatal(origin, err)
+	}
 	for name, tc := range map[string]struct {
 		in   *cri.AuthConfig
 		want credentials.Credential
@@ -181,7 +192,7 @@ func TestParseAuth(t *testing.T) {
 		"auth, half":     {in: &cri.AuthConfig{Auth: b64("u")}, bad: true},
 		"a URL":          {in: &cri.AuthConfig{Username: "u", Password: "p", ServerAddress: "https://registry.example:5000/v1/"}, want: credentials.Credential{Username: "u", Secret: "p", Host: "registry.example:5000"}},
 		"a host":         {in: &cri.AuthConfig{Username: "u", Password: "p", ServerAddress: "registry.example"}, want: credentials.Credential{Username: "u", Secret: "p", Host: "registry.example"}},
-		"a login's":      {in: &cri.AuthConfig{Username: "u", Password: "p", ServerAddress: "https://index.docker.io/v1/"}, want: credentials.Credential{Username: "u", Secret: "p", Host: "registry-1.docker.io"}},
+		"a login's":      {in: &cri.AuthConfig{Username: "u", Password: "p", ServerAddress: "https://index." + hub + "/v1/"}, want: credentials.Credential{Username: "u", Secret: "p", Host: origin}},
 		"no URL":         {in: &cri.AuthConfig{Username: "u", Password: "p", ServerAddress: "http://[::1"}, bad: true},
 	} {
 		got, err := parseAuth(tc.in)

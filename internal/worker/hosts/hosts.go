@@ -125,7 +125,7 @@ func (s *Set) For(ctx context.Context, w Want) ([]Host, error) {
 		prefix := f.repositories()
 		h := Host{Repository: prefix + w.Repository}
 		v := fetch.View{Authorizer: &authorizer{host: k.auth(w.Credential, s.opts.DockerConfig), scope: "repository:" + h.Repository + ":pull"}}
-		if f.Host != w.Registry && !(w.Registry == "docker.io" && f.Host == "registry-1.docker.io") {
+		if origin, err := docker.DefaultHost(w.Registry); err != nil || f.Host != w.Registry && f.Host != origin {
 			v.Namespace = w.Registry
 		}
 		h.Client = k.client.With(v)

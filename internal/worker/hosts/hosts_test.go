@@ -16,6 +16,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/containerd/containerd/v2/core/remotes/docker"
+	"github.com/distribution/reference"
 	"github.com/google/go-cmp/cmp"
 
 	"hydrofoil.dev/foil/internal/worker/credentials"
@@ -52,6 +54,15 @@ server = "https://origin.example"
 	write(t, filepath.Join(dir, "127.0.0.9:5000", "hosts.toml"), `server = "https://127.0.0.9:5000"`)
 	s := New(Options{Dirs: dir + ":" + second + ":/nonexistent", Self: []string{"127.0.0.1:598"}})
 	defer s.Close()
+	named, err := reference.ParseNormalizedNamed("name")
+	if err != nil {
+		t.Fatal(err)
+	}
+	hub := reference.Domain(named)
+	origin, err := docker.DefaultHost(hub)
+	if err != nil || origin == hub {
+		t.Fatal(origin, err)
+	}
 	for name, tc := range map[string]struct {
 		want Want
 		urls []string
@@ -62,7 +73,7 @@ server = "https://origin.example"
 		"loopback, IPv6":     {Want{Registry: "[::1]:5000"}, []string{"http://[::1]:5000 a/b"}},
 		"loopback, TLS":      {Want{Registry: "127.0.0.9:5000"}, []string{"https://127.0.0.9:5000 a/b"}},
 		"a port":             {Want{Registry: "port.example:5000"}, []string{"http://port.example:5000 a/b"}},
-		"another name":       {Want{Registry: "docker.io"}, []string{"https://registry-1.docker.io a/b"}},
+		"another name":       {Want{Registry: hub}, []string{"https://" + origin + " a/b"}},
 		"mirrors, a digest": {Want{Registry: "mirrored.example"}, []string{
 			"http://near.example:5000 a/b", "https://far.example/cache proxy/a/b", "https://origin.example a/b"}},
 		"mirrors, a tag": {Want{Registry: "mirrored.example", Resolve: true}, []string{
