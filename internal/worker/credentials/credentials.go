@@ -9,7 +9,6 @@ import (
 	"net/url"
 	"strings"
 
-	"github.com/containerd/containerd/v2/core/remotes/docker"
 	"github.com/distribution/reference"
 )
 
@@ -66,7 +65,7 @@ func HostOf(address string) (string, error) {
 		return "", err
 	}
 	if hub := reference.Domain(named); u.Host == hub || u.Host == "index."+hub {
-		return docker.DefaultHost(hub)
+		return "registry-1." + hub, nil
 	}
 	return u.Host, nil
 }
