@@ -175,6 +175,7 @@ type Pull struct {
 	current  *stream               // the one that runs and has its plan
 	wanted   map[*reading]struct{} // reads that wait
 	damaged  map[segment.ID]int    // how often a segment or page run arrived damaged
+	wholly   bool                  // no more startup sets are asked for: segments alone
 	origin   string                // of the first startup set
 	waits    waits
 	promoter promoter
@@ -398,6 +399,9 @@ func (p *Pull) request() bundle.Request {
 	defer p.mu.Unlock()
 	req := p.opts.Request
 	req.Images = slices.Clone(p.images)
+	for i := range req.Images {
+		req.Images[i].Startup = req.Images[i].Startup && !p.wholly
+	}
 	req.Have = nil
 	for _, h := range p.opts.Request.Have {
 		ours := slices.ContainsFunc(p.targets, func(t *target) bool { return t != nil && t.header.ChainID == h.ChainID })

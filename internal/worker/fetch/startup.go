@@ -93,7 +93,9 @@ func (p *Pull) writePages(j job, raw []byte) []byte {
 		s.tornPages(j.frame, wrong, err)
 		return raw
 	}
-	p.frames.Add(1)
+	if written > 0 { // else it is no step forward
+		p.frames.Add(1)
+	}
 	return raw
 }
 

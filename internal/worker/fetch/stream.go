@@ -78,7 +78,11 @@ func (p *Pull) stream() (err error) {
 		resp.broken()
 	}
 	if err == nil {
-		err = s.lacks(&req)
+		if err = s.lacks(&req); err != nil {
+			// What a set brings, the plan leaves out for all images; one that uses the
+			// content in place from elsewhere has no pages to give to the others.
+			p.wholly = true
+		}
 	}
 	return err
 }
