@@ -34,6 +34,8 @@ type Point struct {
 	Up          int64         `json:"up"`      // and back
 	DownPackets int64         `json:"down_packets"`
 	UpPackets   int64         `json:"up_packets"`
+	// Connections that were opened, requests, and round trips, see link.Capture.
+	link.Capture
 }
 
 // Trial measures one provisioning of one image, from the command on.
@@ -75,7 +77,7 @@ func Begin(s *site.Site, pids []int) *Trial {
 // now is the state of the link, since its own beginning.
 func (t *Trial) now() Point {
 	down, up := t.site.Link.Stats(link.Cloud), t.site.Link.Stats(link.Edge)
-	return Point{Down: down.Bytes, Up: up.Bytes, DownPackets: down.Packets, UpPackets: up.Packets}
+	return Point{Down: down.Bytes, Up: up.Bytes, DownPackets: down.Packets, UpPackets: up.Packets, Capture: t.site.Link.Capture()}
 }
 
 // Now is what has happened so far.
@@ -85,6 +87,7 @@ func (t *Trial) Now() Point {
 		Time: time.Since(t.began),
 		Down: p.Down - t.base.Down, Up: p.Up - t.base.Up,
 		DownPackets: p.DownPackets - t.base.DownPackets, UpPackets: p.UpPackets - t.base.UpPackets,
+		Capture: p.Capture.Sub(t.base.Capture),
 	}
 }
 

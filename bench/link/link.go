@@ -101,6 +101,7 @@ type Link struct {
 	ns      [2]*namespace
 	tun     [2]*os.File
 	pipe    [2]*pipe // pipe[s] carries what side s sends
+	capture *capture
 	running sync.WaitGroup
 	close   func() error // once
 	unwatch func() bool
@@ -118,7 +119,7 @@ func New(ctx context.Context, options Options) (_ *Link, err error) {
 		return nil, errors.New("link: network namespaces need root")
 	}
 	collect()
-	l := &Link{options: options}
+	l := &Link{options: options, capture: newCapture(options.RTT)}
 	l.close = sync.OnceValue(l.shutdown)
 	defer func() {
 		if err != nil {
@@ -136,6 +137,9 @@ func New(ctx context.Context, options Options) (_ *Link, err error) {
 	for side := range l.pipe {
 		p := newPipe(options, uint64(side), l.tun[side], l.tun[1-side])
 		l.pipe[side] = p
+	}
+	l.pipe[Edge].sent, l.pipe[Cloud].received = l.capture.sent, l.capture.received
+	for _, p := range l.pipe {
 		l.running.Go(p.read)
 		l.running.Go(p.deliver)
 	}
@@ -228,6 +232,9 @@ type Stats struct {
 
 // Stats says what became of what a side sent.
 func (l *Link) Stats(from Side) Stats { return l.pipe[from].stats() }
+
+// Capture counts the edge's conversations with the cloud since New.
+func (l *Link) Capture() Capture { return l.capture.now() }
 
 // Options are those of New, with the defaults filled in.
 func (l *Link) Options() Options { return l.options }

@@ -40,6 +40,10 @@ type pipe struct {
 	ended bool
 	more  sync.Cond // fifo has become longer, or ended is set; on mu
 
+	// Called with what is sent, and with what arrives, if not nil.
+	sent     func(p packet, now time.Duration)
+	received func(p packet)
+
 	packets, bytes, dropped, lost, late atomic.Int64 // see Stats
 }
 
@@ -76,6 +80,9 @@ func (p *pipe) read() {
 func (p *pipe) admit(pkt packet) {
 	s := pkt.shape()
 	now := p.now()
+	if p.sent != nil {
+		p.sent(pkt, now)
+	}
 	p.busy = max(p.busy, now)
 	// The part that is being gathered: from which segment on, since when, and
 	// how many bytes.
@@ -133,6 +140,9 @@ func (p *pipe) write(d due) {
 	// that of a device that is going away.
 	p.packets.Add(d.packets)
 	p.bytes.Add(d.bytes)
+	if p.received != nil {
+		p.received(d.packet)
+	}
 	p.out.Write(d.packet)
 }
 

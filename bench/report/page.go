@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"hydrofoil.dev/foil/bench/engines"
+	"hydrofoil.dev/foil/bench/link"
 	"hydrofoil.dev/foil/bench/results"
 	"hydrofoil.dev/foil/bench/stats"
 )
@@ -163,9 +164,11 @@ type breakdown struct {
 }
 
 type breakdownRow struct {
-	Engine                                                         string
-	Deploy, Running, Ready, Total, OfFloor, Amplified, Packets     string
-	Written                                                        string
+	Engine                                                     string
+	Deploy, Running, Ready, Total, OfFloor, Amplified, Packets string
+	Written                                                    string
+	// Until pulled and until ready.
+	Connections, Requests, RoundTrips                              string
 	Bytes, All, CPU, Memory, Disk, Waits, LoadRate, LoadP99, Count string
 }
 
@@ -211,6 +214,20 @@ func (m *model) row(c cell, im results.Image) breakdownRow {
 			return float64(p.DownPackets + p.UpPackets)
 		})/1e3),
 		CPU: secs(median(func(r results.Run) float64 { return r.CPU.Seconds() })),
+	}
+	// Until the pull has returned, and until ready.
+	captured := func(of func(c link.Capture) int64) string {
+		at := func(mark engines.Mark) float64 {
+			return median(func(r results.Run) float64 { return float64(of(r.Marks[mark].Capture)) })
+		}
+		return fmt.Sprintf("%g, %g", at(engines.Pulled), at(engines.Ready))
+	}
+	r.Connections, r.Requests, r.RoundTrips = "–", "–", "–"
+	// Results from before these were counted have none.
+	if median(func(r results.Run) float64 { return float64(r.Marks[engines.Ready].RoundTrips) }) > 0 {
+		r.Connections = captured(func(c link.Capture) int64 { return c.Connections })
+		r.Requests = captured(func(c link.Capture) int64 { return c.Requests })
+		r.RoundTrips = captured(func(c link.Capture) int64 { return c.RoundTrips })
 	}
 	bytes := median(func(r results.Run) float64 { return float64(r.Marks[engines.Ready].Down) })
 	r.Bytes = megs(bytes)

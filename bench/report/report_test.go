@@ -15,6 +15,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"hydrofoil.dev/foil/bench/engines"
+	"hydrofoil.dev/foil/bench/link"
 	"hydrofoil.dev/foil/bench/results"
 	"hydrofoil.dev/foil/bench/workloads"
 )
@@ -60,6 +61,11 @@ func made() results.Everything {
 						r.Timeline = []engines.Point{{}, {Time: ready, Down: 9e6}, {Time: 2 * ready, Down: 36e6}}
 						r.CPU, r.Memory, r.Disk = time.Second, 40e6, 100e6
 						if engine == "hydrofoil" {
+							for mark, c := range map[engines.Mark]link.Capture{engines.Pulled: {Requests: 1, RoundTrips: 1}, engines.Ready: {Requests: 3, RoundTrips: 2}} {
+								p := r.Marks[mark]
+								p.Capture = c
+								r.Marks[mark] = p
+							}
 							r.Waits, r.Waited, r.ArenaReady = 7, 300*time.Millisecond, 15e6
 							r.Load = &workloads.Load{Tool: "redis-benchmark", Rate: 20000, P99: 2 * time.Millisecond, Seconds: []workloads.Second{{End: time.Second, Rate: 15000, Average: time.Millisecond}, {End: 2 * time.Second, Rate: 25000, Average: 500 * time.Microsecond}}}
 						}
