@@ -103,6 +103,10 @@ func launchContainerd(t testing.TB, v containerdVersion, w *worker, namespace, f
 	if err != nil {
 		t.Fatal(err)
 	}
+	// As of /run/containerd: root of a user namespace has to get to its files.
+	if err := os.Chmod(dir, 0o711); err != nil {
+		t.Fatal(err)
+	}
 	c := &containerd{dir: dir, bin: bin, ctrBin: filepath.Join(bin, "ctr"), namespace: namespace}
 	if _, err := os.Stat(c.ctrBin); err != nil {
 		c.ctrBin = filepath.Join(containerd2.dir(), "ctr")

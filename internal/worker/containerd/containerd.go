@@ -115,6 +115,7 @@ func Check(data []byte, o Options) ([]Finding, error) {
 	default:
 		add("proxy plugin", OK, name+" is at "+address, "")
 	}
+	checkMapping(name, plugin, o, add)
 	if o.Major >= 2 {
 		checkTransfer(c, name, plugin, o, add)
 	}
@@ -126,7 +127,7 @@ func exports(major int) string {
 	if major < 2 {
 		return ""
 	}
-	return "\n  [proxy_plugins.hydrofoil.exports]\n    enable_remote_snapshot_annotations = \"true\""
+	return "\n  capabilities = [\"remap-ids\"]\n  [proxy_plugins.hydrofoil.exports]\n    enable_remote_snapshot_annotations = \"true\""
 }
 
 // proxy returns the proxy plugin that is meant to be Hydrofoil's: the one at its
@@ -139,6 +140,20 @@ func proxy(c config, socket string) (string, config) {
 		}
 	}
 	return "hydrofoil", all.table("hydrofoil")
+}
+
+// checkMapping looks at how containers in user namespaces get their files. 2.x
+// maps the IDs of a mount; 1.7 cannot.
+func checkMapping(name string, plugin config, o Options, add adder) {
+	list, _ := plugin["capabilities"].([]any)
+	switch declared := slices.Contains(list, any("remap-ids")); {
+	case declared && o.Major < 2:
+		add("user namespaces", Wrong, "the capability remap-ids is declared", "containerd 1.7 cannot mount what it then asks for, and no container in a user namespace starts: in [proxy_plugins.%s] of %s take it away", name, o.File)
+	case !declared && o.Major >= 2:
+		add("user namespaces", Note, "the capability remap-ids is not declared", "for a container in a user namespace containerd copies the image, all of which has to arrive first, and changes the owner of each file: in [proxy_plugins.%s] of %s write: capabilities = [\"remap-ids\"]", name, o.File)
+	default:
+		add("user namespaces", OK, "", "")
+	}
 }
 
 type adder func(name string, s State, detail, format string, args ...any)

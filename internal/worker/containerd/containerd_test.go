@@ -67,6 +67,8 @@ func TestCheck(t *testing.T) {
 		{"1.7, layers are discarded", one, 0, []change{{"discard_unpacked_layers = false", "discard_unpacked_layers = true"}}, map[string]State{"CRI: discarded layers": Note}, ""},
 		{"2, a runtime with a snapshotter of its own", two, 0, []change{{"          snapshotter = ''", "          snapshotter = 'nydus'"}}, map[string]State{"CRI: runtimes": Note}, ""},
 		{"2 without CRI", two, 0, []change{{"disabled_plugins = []", "disabled_plugins = ['io.containerd.cri.v1.images']"}, {"    snapshotter = 'hydrofoil'\n    disable", "    snapshotter = 'overlayfs'\n    disable"}}, map[string]State{"CRI": Note}, ""},
+		{"2, no mapping of IDs", two, 0, []change{{"    capabilities = ['remap-ids']", "    capabilities = []"}}, map[string]State{"user namespaces": Note}, ""},
+		{"1.7, a mapping of IDs", deploy1, 1, []change{{`  type = "snapshot"`, "  type = \"snapshot\"\n  capabilities = [\"remap-ids\"]"}}, map[string]State{"user namespaces": Wrong}, "take it away"},
 		{"version 1", one, 0, []change{{"version = 2", "version = 1"}}, map[string]State{"configuration": Wrong}, "config migrate"},
 		{"a plugin of another name at the socket", deploy1, 1, []change{{"proxy_plugins.hydrofoil", "proxy_plugins.lazy"}, {`snapshotter = "hydrofoil"`, `snapshotter = "lazy"`}}, nil, ""},
 	} {

@@ -10,6 +10,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -311,6 +312,76 @@ func TestLazyImage(t *testing.T) {
 	remove(t, s, names[1], names[0])
 	if left, _ := filepath.Glob(filepath.Join(dir, "*", "*")); len(left) > 0 {
 		t.Errorf("left: %q", left)
+	}
+}
+
+// The mounts of a lazy image are those that containerd's overlayfs snapshotter
+// would give, with one lower directory: what containerd adds to them (context=,
+// for SELinux) or asks for (mappings of IDs) means the same.
+func TestOptionsOfMounts(t *testing.T) {
+	f := newFake()
+	img := f.add(t, "a", "b")
+	dir := t.TempDir()
+	s := open(t, dir, f)
+	names := pull(t, s, img, 0, "")
+	const uids, gids = "0:100000:65536", "0:200000:65536"
+	mapped := snapshots.WithLabels(map[string]string{snapshots.LabelSnapshotUIDMapping: uids, snapshots.LabelSnapshotGIDMapping: gids})
+
+	mounts, err := s.Prepare(t.Context(), "plain", names[1])
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := func(id string, first ...string) []mount.Mount {
+		options := append(first, "workdir="+filepath.Join(dir, "snapshots", id, "work"), "upperdir="+filepath.Join(dir, "snapshots", id, "fs"), "lowerdir="+img.held.Mount)
+		return []mount.Mount{{Type: "overlay", Source: "overlay", Options: options}}
+	}
+	// What containerd's snapshotter finds the kernel to need.
+	needed := func(mounts []mount.Mount) []mount.Mount {
+		mounts[0].Options = slices.DeleteFunc(mounts[0].Options, func(o string) bool { return o == "index=off" || o == "userxattr" })
+		return mounts
+	}
+	if diff := cmp.Diff(want("3"), needed(mounts)); diff != "" {
+		t.Errorf("mounts of a container: %s", diff)
+	}
+	if mounts, err = s.Prepare(t.Context(), "mapped", names[1], mapped); err != nil {
+		t.Fatal(err)
+	}
+	if diff := cmp.Diff(want("4", "uidmap="+uids, "gidmap="+gids), needed(mounts)); diff != "" {
+		t.Errorf("mounts of a container in a user namespace: %s", diff)
+	}
+	if uid, gid, err := ownerOf(filepath.Join(dir, "snapshots", "4", "fs")); err != nil || uid != 100000 || gid != 200000 {
+		t.Errorf("its directory belongs to %d:%d, %v", uid, gid, err)
+	}
+	view, err := s.View(t.Context(), "view", names[1], mapped)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if diff := cmp.Diff([]mount.Mount{{Type: "bind", Source: img.held.Mount, Options: []string{"uidmap=" + uids, "gidmap=" + gids, "ro", "rbind"}}}, view); diff != "" {
+		t.Errorf("mounts of a view in a user namespace: %s", diff)
+	}
+
+	// What a containerd does that maps no IDs; the names are those that it gives.
+	if _, err := s.Prepare(t.Context(), "default/7/sha256:aa-remap", names[1]); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Commit(t.Context(), "default/8/sha256:aa", "default/7/sha256:aa-remap"); err != nil {
+		t.Fatal(err)
+	}
+	for _, get := range []func() ([]mount.Mount, error){
+		func() ([]mount.Mount, error) {
+			return s.Prepare(t.Context(), "changed", "default/8/sha256:aa", mapped)
+		},
+		func() ([]mount.Mount, error) { return s.Mounts(t.Context(), "changed") },
+	} {
+		mounts, err := get()
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, o := range mounts[0].Options {
+			if mapsIDs(o) {
+				t.Errorf("on a copy whose owners were changed: option %s", o)
+			}
+		}
 	}
 }
 

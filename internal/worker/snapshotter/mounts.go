@@ -5,12 +5,15 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 
 	"github.com/containerd/containerd/v2/core/mount"
 	"github.com/containerd/containerd/v2/core/snapshots/storage"
 	"github.com/containerd/errdefs"
+
+	"hydrofoil.dev/foil/internal/kernel"
 )
 
 // ready makes sure that a snapshot, and what it is made on, can be mounted: the
@@ -89,41 +92,90 @@ func (s *Snapshotter) holdAgain(ctx context.Context, r *record) error {
 
 // rewrite puts the rootfs in the place of its snapshot's directory, and takes
 // away what would lie below it.
-func (s *Snapshotter) rewrite(mounts []mount.Mount) []mount.Mount {
+func (s *Snapshotter) rewrite(ctx context.Context, key string, mounts []mount.Mount) ([]mount.Mount, error) {
 	out := slices.Clone(mounts)
 	for i := range out {
 		m := &out[i]
 		m.Options = slices.Clone(m.Options)
+		if slices.ContainsFunc(m.Options, mapsIDs) {
+			changed, err := s.ownersChanged(ctx, key)
+			if err != nil {
+				return nil, err
+			}
+			if changed {
+				m.Options = slices.DeleteFunc(m.Options, mapsIDs)
+			}
+		}
 		if m.Type == "bind" {
 			if at := s.mounted(m.Source); at != "" {
 				m.Source = at
 			}
 			continue
 		}
-		upper := false
 		for j, o := range m.Options {
-			if strings.HasPrefix(o, "upperdir=") {
-				upper = true
-			}
 			list, ok := strings.CutPrefix(o, "lowerdir=")
 			if !ok {
 				continue
 			}
 			lower := strings.Split(list, ":")
+			onRootfs := false
 			for k, dir := range lower {
 				if at := s.mounted(dir); at != "" {
-					lower = append(lower[:k:k], at)
+					lower, onRootfs = append(lower[:k:k], at), true
 					break
 				}
 			}
 			m.Options[j] = "lowerdir=" + strings.Join(lower, ":")
-			if len(lower) == 1 && !upper && !slices.ContainsFunc(m.Options, func(o string) bool { return strings.HasPrefix(o, "upperdir=") }) {
+			if len(lower) == 1 && !slices.ContainsFunc(m.Options, func(o string) bool { return strings.HasPrefix(o, "upperdir=") }) {
 				*m = readOnly(lower[0], m.Options)
 				break
 			}
+			if onRootfs && len(lower) > 1 && slices.ContainsFunc(m.Options, mapsIDs) {
+				if err := mappable(lower); err != nil {
+					return nil, fmt.Errorf("mounts of snapshot %s: %w", key, err)
+				}
+			}
 		}
 	}
-	return out
+	return out, nil
+}
+
+// mapsIDs reports whether an option of a mount maps IDs.
+func mapsIDs(o string) bool {
+	return strings.HasPrefix(o, "uidmap=") || strings.HasPrefix(o, "gidmap=")
+}
+
+// ownersChanged reports whether a snapshot is made on one whose files have the
+// owners already that a mapping of IDs would show: see Commit.
+func (s *Snapshotter) ownersChanged(ctx context.Context, key string) (bool, error) {
+	info, err := s.plain.Stat(ctx, key)
+	if err == nil && info.Parent != "" {
+		info, err = s.plain.Stat(ctx, info.Parent)
+	}
+	return info.Labels[LabelOwners] == ownersChanged, err
+}
+
+// mappable reports why containerd cannot map the IDs of several lower
+// directories. It maps those of a copy of the mounts below the directory that
+// they have in common, all or none; and there are mounts that have no mapping.
+func mappable(lower []string) error {
+	common := lower[0]
+	for _, dir := range lower[1:] {
+		for !strings.HasPrefix(dir+"/", strings.TrimSuffix(common, "/")+"/") {
+			common = filepath.Dir(common)
+		}
+	}
+	mounts, err := kernel.Mounts(common)
+	if err != nil {
+		return err
+	}
+	for _, m := range mounts {
+		if m.Type == "overlay" || strings.HasPrefix(m.Type, "fuse") {
+			return fmt.Errorf("a container in a user namespace, on an image of which some layers are of a lazy rootfs and others came the plain way, cannot be had while %s (%s) is mounted, for which the kernel maps no IDs: pull the whole image from a server that sends bundles, or end that mount: %w",
+				m.Target, m.Type, errdefs.ErrFailedPrecondition)
+		}
+	}
+	return nil
 }
 
 // readOnly is the mount of one directory: overlayfs takes no single lower one
@@ -131,7 +183,7 @@ func (s *Snapshotter) rewrite(mounts []mount.Mount) []mount.Mount {
 func readOnly(dir string, options []string) mount.Mount {
 	m := mount.Mount{Type: "bind", Source: dir}
 	for _, o := range options {
-		if strings.HasPrefix(o, "uidmap=") || strings.HasPrefix(o, "gidmap=") {
+		if mapsIDs(o) {
 			m.Options = append(m.Options, o)
 		}
 	}

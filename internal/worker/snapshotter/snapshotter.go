@@ -48,6 +48,7 @@ import (
 	"log/slog"
 	"maps"
 	"os"
+	"path"
 	"path/filepath"
 	"strings"
 	"sync"
@@ -57,6 +58,7 @@ import (
 	"github.com/containerd/containerd/v2/core/snapshots"
 	"github.com/containerd/containerd/v2/core/snapshots/storage"
 	"github.com/containerd/containerd/v2/plugins/snapshots/overlay"
+	"github.com/containerd/errdefs"
 	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
@@ -95,8 +97,8 @@ type Options struct {
 	Listening func()
 }
 
-// Labels of snapshots that came from an image, for people: `ctr snapshots info`
-// shows them. Nothing relies on them.
+// Labels of snapshots, for people: `ctr snapshots info` shows them. Nothing relies
+// on them but on the last.
 const (
 	// LabelPath is how the image came: PathLazy or PathPlain.
 	LabelPath = "hydrofoil.dev/path"
@@ -106,9 +108,13 @@ const (
 	LabelImage = "hydrofoil.dev/image"
 	// LabelRole of a lazy snapshot is rootfs or layer.
 	LabelRole = "hydrofoil.dev/role"
+	// LabelOwners of a snapshot says ownersChanged: see Commit.
+	LabelOwners = "hydrofoil.dev/owners"
 
 	PathLazy  = "lazy"
 	PathPlain = "plain"
+
+	ownersChanged = "changed"
 )
 
 // Snapshotter implements containerd's snapshots.Snapshotter and Cleaner.
@@ -178,6 +184,9 @@ func Open(ctx context.Context, opts Options) (_ *Snapshotter, err error) {
 // directories without a snapshot, layers half unpacked. Nothing is made meanwhile.
 func (s *Snapshotter) dropUnfinished(ctx context.Context) error {
 	err := s.Cleanup(ctx)
+	if errdefs.IsNotFound(err) { // there has been no snapshot yet
+		err = nil
+	}
 	half, globErr := filepath.Glob(filepath.Join(s.opts.Dir, "snapshots", "*", "unpack"))
 	err = errors.Join(err, globErr)
 	for _, dir := range half {
@@ -306,7 +315,10 @@ func (s *Snapshotter) create(ctx context.Context, create createFunc, key, parent
 	if err != nil {
 		return nil, err
 	}
-	return s.rewrite(mounts), nil
+	if mounts, err = s.rewrite(ctx, key, mounts); err != nil {
+		return nil, errors.Join(err, s.plain.Remove(ctx, key))
+	}
+	return mounts, nil
 }
 
 // Mounts returns how a snapshot is mounted.
@@ -318,14 +330,22 @@ func (s *Snapshotter) Mounts(ctx context.Context, key string) ([]mount.Mount, er
 	if err := s.ready(ctx, key); err != nil {
 		return nil, fmt.Errorf("mounts of snapshot %s: %w", key, err)
 	}
-	return s.rewrite(mounts), nil
+	return s.rewrite(ctx, key, mounts)
 }
 
 // Commit makes a snapshot one that others can be made on.
+//
+// A containerd that was not told that Hydrofoil maps IDs (the capability
+// remap-ids, deploy/containerd), which 1.7 cannot be, makes a copy of an image for
+// each user namespace, with the owners of all files changed, and containers on
+// that. It asks for the mapping by labels nevertheless, and then must not get it.
 func (s *Snapshotter) Commit(ctx context.Context, name, key string, opts ...snapshots.Opt) error {
 	opts, _, err := asked(opts)
 	if err != nil {
 		return err
+	}
+	if path.Base(key) == path.Base(name)+"-remap" { // as containerd's client calls them
+		opts = append(opts, snapshots.WithLabels(map[string]string{LabelOwners: ownersChanged}))
 	}
 	// Labels are not inherited; these are ours.
 	if info, err := s.plain.Stat(ctx, key); err == nil && info.Labels[LabelPath] != "" {

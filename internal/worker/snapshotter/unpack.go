@@ -60,11 +60,14 @@ func (s *Snapshotter) unpackLayer(ctx context.Context, r *record) error {
 		for _, id := range ids[1:] {
 			lower += ":" + s.fsDir(id)
 		}
-		mounts = s.rewrite([]mount.Mount{{
+		mounts, err = s.rewrite(ctx, r.Name, []mount.Mount{{
 			Type:    "overlay",
 			Source:  "overlay",
 			Options: []string{"workdir=" + work, "upperdir=" + upper, "lowerdir=" + lower},
 		}})
+		if err != nil {
+			return err
+		}
 		if err := likeParent(s.fsDir(ids[0]), upper); err != nil {
 			return err
 		}
