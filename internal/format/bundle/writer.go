@@ -124,6 +124,24 @@ func (w *Writer) Frame(index uint32, parts ...[]byte) error {
 	return w.section(TypeFrame, flagMust, append(all[:1], parts...)...)
 }
 
+// AppendFrameHead appends what a Frame section has before its frame, which has
+// length bytes and is to follow.
+func AppendFrameHead(dst []byte, index uint32, length int) []byte {
+	var number [binary.MaxVarintLen32]byte
+	n := binary.PutUvarint(number[:], uint64(index))
+	dst = append(dst, byte(TypeFrame), flagMust)
+	dst = binary.LittleEndian.AppendUint32(dst, uint32(n+length))
+	return append(dst, number[:n]...)
+}
+
+// Sections writes sections that are coded already, after one that was not.
+func (w *Writer) Sections(b []byte) error {
+	if w.err == nil {
+		_, w.err = w.w.Write(b)
+	}
+	return w.err
+}
+
 // Error writes the section, which ends the stream, and flushes.
 func (w *Writer) Error(e *Error) error {
 	cut := func(s string) string { return s[:min(len(s), MaxError/4)] }

@@ -47,7 +47,7 @@ type Options struct {
 	Repair func(context.Context, *Resolved) (catalog.Rootfs, error)
 	// StartupMax is how large a startup set may be.
 	StartupMax startup.Limit
-	// Memory bounds the indices and orders kept in memory; 0 means 256 MiB.
+	// Memory bounds the indices, orders and frames kept in memory; 0 means 256 MiB.
 	Memory int64
 	// Patience bounds how long a request may take to arrive, and how long a
 	// stream waits for a client that takes nothing; 0 means two minutes. A worker
@@ -65,6 +65,7 @@ type Handler struct {
 	streams streams
 	indices *cache.Cache[*planner.Index] // by digest of the encoded TOC
 	orders  *cache.Cache[planner.Order]  // by digests of config and encoded TOC
+	frames  source
 	sets    *startup.Sets
 	mux     *http.ServeMux
 
@@ -85,7 +86,8 @@ func New(o Options) *Handler {
 	}
 	h := &Handler{
 		o: o, log: o.Log, mux: http.NewServeMux(), suspects: map[digest.Digest]bool{},
-		indices: cache.New(o.Memory*7/8, (*planner.Index).Memory),
+		indices: cache.New(o.Memory*5/8, (*planner.Index).Memory),
+		frames:  source{o.Objects, cache.New(o.Memory/8, func(b []byte) int64 { return int64(cap(b)) + 1024 })},
 		orders:  cache.New(o.Memory/8, func(x planner.Order) int64 { return int64(4*len(x)) + 1024 }),
 	}
 	h.sets = startup.New(startup.Options{
@@ -161,7 +163,8 @@ func (h *Handler) pull(w http.ResponseWriter, r *http.Request) {
 
 	w.Header().Set("Content-Type", bundle.MediaTypeBundle)
 	w.WriteHeader(http.StatusOK)
-	slow := &patient{w: w, rc: http.NewResponseController(w), most: h.o.Patience}
+	slow := newPatient(w, h.o.Patience)
+	defer slow.end()
 	out := bundle.NewWriter(slow)
 	s := &pull{h: h, req: req, images: images, w: out, queue: &queue{}}
 	s.flush = func() error { return errors.Join(out.Flush(), slow.Flush()) }
@@ -259,7 +262,7 @@ func (p *pull) run(ctx context.Context, id string) error {
 	if err := p.flush(); err != nil {
 		return writeFailed{err}
 	}
-	if err := p.queue.send(ctx, p.h.o.Objects, p.w, p.flush); err != nil {
+	if err := p.queue.send(ctx, p.h.frames, p.w, p.flush); err != nil {
 		if isDamage(err) {
 			for _, m := range p.images {
 				p.h.suspect(m)

@@ -746,6 +746,10 @@ func TestDamagedPick(t *testing.T) {
 		b[f.Offset+1+i] ^= 0x55
 	}
 	s.Put(t, f.Pack, b)
+	if p := s.pull(t, req, nil); p.err != nil || len(p.segments) != 1 {
+		t.Errorf("a frame that was made before: %d segments, %v", len(p.segments), p.err)
+	}
+	s.serve(t) // forgets it
 	var e *bundle.Error
 	if p := s.pull(t, req, nil); !errors.As(p.err, &e) || e.Code != bundle.CodeCorrupt {
 		t.Errorf("a damaged frame: %v", p.err)

@@ -3,11 +3,17 @@ package bundles
 import (
 	"context"
 	"crypto/rand"
+	"crypto/sha256"
+	"encoding/binary"
 	"fmt"
+	"io"
+	"os"
+	"slices"
 	"sync"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/format/segment"
+	"hydrofoil.dev/foil/internal/server/cache"
 	"hydrofoil.dev/foil/internal/server/objects"
 	"hydrofoil.dev/foil/internal/server/planner"
 )
@@ -117,19 +123,66 @@ func (q *queue) take(run []uint32) []uint32 {
 	return run
 }
 
-// chunk is frames that have been read.
+// chunk is a run of frames on its way.
 type chunk struct {
 	frames []uint32
-	data   [][]byte // by frame
-	buf    []byte   // what data points into; reused
+	// buf is their sections, if they do not go from the file; reused.
+	buf []byte
+	// direct says that the frames go from the pack's file, from offset on.
+	direct bool
+	offset int64
 	err    error
+
+	// What the last frames came from, kept open for the next ones. file is nil
+	// if the pack is not in a file.
+	pack   string
+	reader io.ReadCloser
+	file   *os.File
+	size   int64 // of file, bytes
+}
+
+// open opens what a run of frames is read from.
+func (c *chunk) open(ctx context.Context, store objects.Store, all planner.Part) error {
+	if c.file != nil && c.pack == all.Pack && all.Offset+int64(all.Length) <= c.size {
+		return nil
+	}
+	c.close()
+	r, err := planner.OpenPart(ctx, store, all)
+	if err != nil {
+		return err
+	}
+	c.pack, c.reader = all.Pack, r
+	if in, ok := r.(objects.InFile); ok {
+		if info, err := in.File().Stat(); err == nil {
+			c.file, c.size = in.File(), info.Size()
+		}
+	}
+	return nil
+}
+
+// close closes what was read from.
+func (c *chunk) close() {
+	if c.reader != nil {
+		c.reader.Close()
+	}
+	c.reader, c.file = nil, nil
+}
+
+// grow lengthens b by n bytes, to be filled.
+func grow(b []byte, n int) []byte { return slices.Grow(b, n)[:len(b)+n] }
+
+// source is where the frames of streams come from.
+type source struct {
+	store objects.Store
+	// made keeps frames that were made of picks, since many workers ask for the
+	// same: by what they were made of.
+	made *cache.Cache[[]byte]
 }
 
 // read reads chunks until the queue is empty or ctx ends, and closes out. Used
 // chunks come back through free.
-func (q *queue) read(ctx context.Context, store objects.Store, out chan<- *chunk, free <-chan *chunk) {
+func (q *queue) read(ctx context.Context, from source, direct bool, out chan<- *chunk, free <-chan *chunk) {
 	defer close(out)
-	var m maker
 	for {
 		var c *chunk
 		select {
@@ -140,7 +193,7 @@ func (q *queue) read(ctx context.Context, store objects.Store, out chan<- *chunk
 		if c.frames = q.take(c.frames); len(c.frames) == 0 {
 			return
 		}
-		c.err = m.fill(ctx, store, q.sources, c) // sources do not change any more
+		c.err = from.fill(ctx, q.sources, direct, c) // sources do not change any more
 		select {
 		case out <- c:
 		case <-ctx.Done():
@@ -152,87 +205,124 @@ func (q *queue) read(ctx context.Context, store objects.Store, out chan<- *chunk
 	}
 }
 
-// maker makes frames of picks; it keeps its buffers.
-type maker struct {
-	stored, raw []byte
-}
-
-func (m *maker) fill(ctx context.Context, store objects.Store, sources []planner.Source, c *chunk) error {
-	c.data = c.data[:0]
+// fill gets the sections of the frames of c. With direct, only what is not in a
+// file is read.
+func (from source) fill(ctx context.Context, sources []planner.Source, direct bool, c *chunk) error {
+	c.buf, c.direct = c.buf[:0], false
 	first := sources[c.frames[0]]
 	if !first.Whole() {
-		var err error
-		if c.buf, err = m.make(ctx, store, first, c.buf[:0]); err != nil {
+		b, err := from.made.Get(ctx, nameOf(first), func(ctx context.Context) ([]byte, error) {
+			return makeFrame(ctx, from.store, first)
+		})
+		if err != nil {
 			return err
 		}
-		c.data = append(c.data, c.buf)
+		c.buf = append(bundle.AppendFrameHead(c.buf, c.frames[0], len(b)), b...)
 		return nil
 	}
 	all := first.Parts[0]
 	for _, f := range c.frames[1:] {
 		all.Length += sources[f].Parts[0].Length
 	}
-	var err error
-	if c.buf, err = planner.ReadPart(ctx, store, all, c.buf); err != nil {
+	if err := c.open(ctx, from.store, all); err != nil {
 		return err
 	}
-	rest := c.buf
+	c.offset = all.Offset
+	if c.direct = direct && c.file != nil; c.direct {
+		return nil
+	}
 	for _, f := range c.frames {
-		n := sources[f].Parts[0].Length
-		c.data = append(c.data, rest[:n:n])
-		rest = rest[n:]
+		p := sources[f].Parts[0]
+		c.buf = bundle.AppendFrameHead(c.buf, f, int(p.Length))
+		start := len(c.buf)
+		c.buf = grow(c.buf, int(p.Length))
+		var err error
+		if c.file != nil {
+			_, err = c.file.ReadAt(c.buf[start:], p.Offset)
+		} else {
+			_, err = io.ReadFull(c.reader, c.buf[start:])
+		}
+		if err != nil {
+			return fmt.Errorf("read %d bytes at %d of pack %s: %w", p.Length, p.Offset, p.Pack, err)
+		}
+	}
+	if c.file == nil {
+		c.close()
 	}
 	return nil
 }
 
-// make appends to dst a frame of what source picks. Every segment is verified
+// nameOf names what source picks.
+func nameOf(source planner.Source) string {
+	h := sha256.New()
+	var b []byte
+	for _, p := range source.Parts {
+		b = append(b[:0], p.Pack...)
+		b = append(b, 0)
+		b = binary.AppendVarint(b, p.Offset)
+		b = binary.AppendUvarint(b, uint64(len(p.Picks)))
+		for _, pick := range p.Picks {
+			b = append(b, pick.ID[:]...)
+			b = binary.AppendUvarint(b, uint64(pick.From))
+			b = binary.AppendUvarint(b, uint64(pick.Length))
+		}
+		h.Write(b)
+	}
+	return string(h.Sum(nil))
+}
+
+// makeFrame returns a frame of what source picks. Every segment is verified
 // on the way: a frame that is damaged in its pack is noticed here.
-func (m *maker) make(ctx context.Context, store objects.Store, source planner.Source, dst []byte) ([]byte, error) {
-	m.raw = m.raw[:0]
+func makeFrame(ctx context.Context, store objects.Store, source planner.Source) ([]byte, error) {
+	var stored, raw []byte
 	for _, p := range source.Parts {
 		var err error
-		if m.stored, err = planner.ReadPart(ctx, store, p, m.stored); err != nil {
+		if stored, err = planner.ReadPart(ctx, store, p, stored); err != nil {
 			return nil, err
 		}
-		start := len(m.raw)
-		if m.raw, err = segment.DecodeFrame(m.raw, m.stored, int(p.RawLength)); err != nil {
+		start := len(raw)
+		if raw, err = segment.DecodeFrame(raw, stored, int(p.RawLength)); err != nil {
 			return nil, fmt.Errorf("frame at %d of pack %s: %w: %w", p.Offset, p.Pack, errDamaged, err)
 		}
 		// Keep what is picked, in front.
 		kept := start
 		for _, pick := range p.Picks {
-			b := m.raw[start+int(pick.From):][:pick.Length]
+			b := raw[start+int(pick.From):][:pick.Length]
 			if segment.Sum(b) != pick.ID {
 				return nil, fmt.Errorf("segment %s in frame at %d of pack %s: %w", pick.ID, p.Offset, p.Pack, errDamaged)
 			}
-			copy(m.raw[kept:], b)
+			copy(raw[kept:], b)
 			kept += len(b)
 		}
-		m.raw = m.raw[:kept]
+		raw = raw[:kept]
 	}
-	return segment.AppendFrame(dst, segment.Zstd, m.raw)
+	b, err := segment.AppendFrame(nil, segment.Zstd, raw)
+	return slices.Clip(b), err
 }
 
 // send writes what the queue holds.
-func (q *queue) send(ctx context.Context, store objects.Store, w *bundle.Writer, flush func() error) error {
+func (q *queue) send(ctx context.Context, from source, w *bundle.Writer, flush func() error) error {
 	ctx, cancel := context.WithCancel(ctx)
 	out, free := make(chan *chunk), make(chan *chunk, 2)
-	free <- &chunk{}
-	free <- &chunk{}
-	go q.read(ctx, store, out, free)
+	chunks := [2]chunk{}
+	for i := range chunks {
+		free <- &chunks[i]
+	}
+	go q.read(ctx, from, false, out, free)
 	defer func() {
 		cancel()
 		for range out { // wait for read
+		}
+		for i := range chunks {
+			chunks[i].close()
 		}
 	}()
 	for c := range out {
 		if c.err != nil {
 			return c.err
 		}
-		for i, f := range c.frames {
-			if err := w.Frame(f, c.data[i]); err != nil {
-				return writeFailed{err}
-			}
+		if err := w.Sections(c.buf); err != nil {
+			return writeFailed{err}
 		}
 		if err := flush(); err != nil {
 			return writeFailed{err}

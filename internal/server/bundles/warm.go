@@ -22,7 +22,8 @@ func (h *Handler) warm(w http.ResponseWriter, r *http.Request) {
 	}
 	w.Header().Set("Content-Type", "application/octet-stream")
 	w.Header().Set("Content-Length", strconv.FormatInt(ask.Bytes, 10))
-	slow := &patient{w: w, rc: http.NewResponseController(w), most: h.o.Patience}
+	slow := newPatient(w, h.o.Patience)
+	defer slow.end()
 	for zeros := make([]byte, 64<<10); ask.Bytes > 0; {
 		n, err := slow.Write(zeros[:min(ask.Bytes, int64(len(zeros)))])
 		if err != nil {

@@ -275,6 +275,9 @@ func (r *dirReader) WriteTo(w io.Writer) (int64, error) {
 	return n, err
 }
 
+// File implements InFile.
+func (r *dirReader) File() *os.File { return r.file }
+
 func (r *dirReader) Close() error { return r.file.Close() }
 
 // Stat implements Store.

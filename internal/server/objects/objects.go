@@ -9,6 +9,7 @@ import (
 	"context"
 	"errors"
 	"io"
+	"os"
 )
 
 // ErrNotFound is returned, wrapped, for a key that names no object.
@@ -33,6 +34,13 @@ type Store interface {
 	// List calls fn for every object whose key starts with prefix, in key
 	// order, until fn returns an error, which List returns.
 	List(ctx context.Context, prefix string, fn func(key string, size int64) error) error
+}
+
+// InFile is what a reader that Open returned may have: File returns the file of
+// the whole object, open as long as the reader is. Its position is the reader's;
+// reads at an offset and sendfile(2) disturb nobody.
+type InFile interface {
+	File() *os.File
 }
 
 // Writer writes one object. Close without Commit drops what was written;

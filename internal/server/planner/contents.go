@@ -68,19 +68,29 @@ func (c *Contents) Segment(ctx context.Context, n uint32) ([]byte, error) {
 // says.
 var ErrDamaged = errors.New("damaged pack")
 
-// ReadPart reads a stored frame, encoded, into buf if it is large enough.
-// Errors: objects.ErrNotFound; ErrDamaged when the pack is shorter.
-func ReadPart(ctx context.Context, store objects.Store, p Part, buf []byte) ([]byte, error) {
-	if cap(buf) < int(p.Length) {
-		buf = make([]byte, p.Length)
-	}
-	buf = buf[:p.Length]
+// OpenPart opens a stored frame, or several one after the other, to read them,
+// encoded. Errors: objects.ErrNotFound; ErrDamaged when the pack is shorter.
+func OpenPart(ctx context.Context, store objects.Store, p Part) (io.ReadCloser, error) {
 	r, err := store.Open(ctx, p.Pack, p.Offset, int64(p.Length))
 	if err != nil {
 		if size, serr := store.Stat(ctx, p.Pack); serr == nil && size < p.Offset+int64(p.Length) {
 			err = fmt.Errorf("%w: it has %d bytes", ErrDamaged, size)
 		}
 		return nil, fmt.Errorf("read %d bytes at %d of pack %s: %w", p.Length, p.Offset, p.Pack, err)
+	}
+	return r, nil
+}
+
+// ReadPart reads a stored frame, encoded, into buf if it is large enough. Errors
+// are those of OpenPart.
+func ReadPart(ctx context.Context, store objects.Store, p Part, buf []byte) ([]byte, error) {
+	if cap(buf) < int(p.Length) {
+		buf = make([]byte, p.Length)
+	}
+	buf = buf[:p.Length]
+	r, err := OpenPart(ctx, store, p)
+	if err != nil {
+		return nil, err
 	}
 	defer r.Close()
 	if _, err := io.ReadFull(r, buf); err != nil {
