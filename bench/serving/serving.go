@@ -3,6 +3,7 @@
 // sending the same bytes from a file; and how long planning takes against the
 // size of an image.
 //
+// foil serve is asked over HTTP/2, as workers ask, and over HTTP/1.1, as nginx is.
 // Both servers are given one core, and the clients, which throw away what they
 // get, the others. They are measured in turns, in each round one after the
 // other, over the loopback of a network namespace: nothing is emulated. What a
@@ -203,6 +204,16 @@ func (b *bench) client() *http.Client {
 	}}
 }
 
+// h2 makes a client speak HTTP/2 without TLS, as workers do.
+func h2(client *http.Client) {
+	t := client.Transport.(*http.Transport)
+	if t.Protocols == nil {
+		t.Protocols = new(http.Protocols)
+		t.Protocols.SetUnencryptedHTTP2(true)
+		t.HTTP2 = &http.HTTP2Config{MaxReceiveBufferPerStream: 16 << 20, MaxReadFrameSize: 256 << 10}
+	}
+}
+
 func request(im engines.Image, have ...bundle.Have) *bundle.Request {
 	_, rest, _ := strings.Cut(im.Ref, "/")
 	repository, tag, _ := strings.Cut(rest, ":")
@@ -352,6 +363,10 @@ func (b *bench) serving(ctx context.Context, im engines.Image) (all []Served, si
 		{"foil serve", b.foil.PID(), func(ctx context.Context, client *http.Client) (*http.Response, error) {
 			return post(ctx, client, request(im))
 		}},
+		{"foil serve, HTTP/2", b.foil.PID(), func(ctx context.Context, client *http.Client) (*http.Response, error) {
+			h2(client)
+			return post(ctx, client, request(im))
+		}},
 		{"nginx", nginx.PID(), func(ctx context.Context, client *http.Client) (*http.Response, error) {
 			r, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+nginxAddr+"/bundle", nil)
 			if err != nil {
@@ -381,10 +396,10 @@ func (b *bench) serving(ctx context.Context, im engines.Image) (all []Served, si
 			}
 		}
 		for i, s := range servers {
+			b.log("%d workers: %s %.0f MB/s", workers, s.name, stats.Median(rates[i])/1e6)
 			all = append(all, Served{s.name, workers, stats.Median(rates[i]), stats.Median(cpus[i]),
 				time.Duration(stats.Median(firsts[i]) * float64(time.Second)), failed[i]})
 		}
-		b.log("%d workers: foil serve %.0f MB/s, nginx %.0f MB/s", workers, stats.Median(rates[0])/1e6, stats.Median(rates[1])/1e6)
 	}
 	return all, size, nil
 }
