@@ -17,9 +17,10 @@ BENCHTIME ?= 1s
 BENCH ?= .
 
 LINT := $(CACHE)/bin/golangci-lint
-# containerd 2, for the tests of the snapshotter under it; distributions have older ones.
-CONTAINERD2 := $(CACHE)/containerd2
-export FOIL_TEST_CONTAINERD2 ?= $(CONTAINERD2)
+# containerd 1.7 and 2, for the tests of the snapshotter under them; distributions
+# have neither, or older ones.
+export FOIL_TEST_CONTAINERD1 ?= $(CACHE)/containerd1
+export FOIL_TEST_CONTAINERD2 ?= $(CACHE)/containerd2
 
 .PHONY: build test lint vet unit race demo bench bench-server bench-go fuzz deps tidy clean
 
@@ -49,11 +50,12 @@ lint: $(LINT)
 race:
 	$(if $(RACE),CGO_ENABLED=1 $(GO) test -race $(TESTFLAGS) $(RACE))
 
-$(CONTAINERD2)/containerd: tools/containerd/go.mod tools/containerd/go.sum
-	cd tools/containerd && CGO_ENABLED=0 $(GO) build -trimpath -ldflags '-s -w' -o $(CONTAINERD2)/ \
+# The versions are pinned like the linter's.
+$(CACHE)/containerd%/containerd: tools/containerd%/go.mod tools/containerd%/go.sum
+	cd tools/containerd$* && CGO_ENABLED=0 $(GO) build -trimpath -ldflags '-s -w' -o $(@D)/ \
 		$$($(GO) list -f '{{if eq .Name "main"}}{{.ImportPath}}{{end}}' tool)
 
-unit: $(CONTAINERD2)/containerd
+unit: $(CACHE)/containerd1/containerd $(CACHE)/containerd2/containerd
 	cd bench && $(GO) run ./cmd/gotest -C .. $(TESTFLAGS) -- . bench
 
 demo: build

@@ -283,8 +283,7 @@ func TestAContainerIsKilledWhileAReadWaits(t *testing.T) {
 		}
 		w.leavesNothing(t, id)
 	}
-	k.setStall(false)
-	k.setRate(0)
+	k.open()
 	intact(t, w, ref, img)
 }
 

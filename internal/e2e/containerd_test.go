@@ -260,7 +260,8 @@ func TestContainerdRunsAnImageThatIsOnItsWay(t *testing.T) {
 	needBusybox(t)
 	s := startServer(t, t.TempDir())
 	img := runnable(t, 200, 30_000)
-	slow := newLink(t, s.addr, 256<<10)
+	slow := newLink(t, s.addr, 0)
+	slow.stallAfter(2 << 20)
 	ref := slow.via(s.push("app", "1", img))
 	w := startWorker(t, workerRoot(t))
 	c := startContainerd(t, w)
@@ -274,7 +275,7 @@ func TestContainerdRunsAnImageThatIsOnItsWay(t *testing.T) {
 			t.Errorf("containerd fetched layer %s", l.Descriptor().Digest)
 		}
 	}
-	slow.setRate(0)
+	slow.open()
 	if got, want := c.run(t, ref, "one", dataSums), wantData(t, img); got != want {
 		t.Errorf("a container on the image that was on its way read\n%s\nwant\n%s", got, want)
 	}
@@ -413,7 +414,7 @@ func startCommand(t testing.TB, cmd *exec.Cmd) *process {
 		p.signal(syscall.SIGTERM)
 		select {
 		case <-p.done:
-		case <-time.After(20 * time.Second):
+		case <-time.After(time.Minute):
 			p.kill()
 			t.Errorf("%s did not end on SIGTERM", cmd.Path)
 		}

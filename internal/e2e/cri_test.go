@@ -31,7 +31,8 @@ func TestCRI(t *testing.T) {
 			}
 			pause := s.push("pause", "1", newImage(t, ocispec.ImageConfig{Entrypoint: []string{"/sleep", "100000"}},
 				layertest.Layer{layertest.File("sleep", 0o755, string(b))}.Gzip(t)))
-			slow := newLink(t, s.addr, 256<<10)
+			slow := newLink(t, s.addr, 0)
+			slow.stallAfter(2 << 20)
 			ref := slow.via(s.push("app", "1", img))
 			w := startWorker(t, workerRoot(t))
 			c := startContainerdCRI(t, v, w, pause)
@@ -51,7 +52,7 @@ func TestCRI(t *testing.T) {
 			if got := w.imageOf(w.imageRefs()[0]); got.State != "pulling" {
 				t.Fatalf("when PullImage has ended, the worker has %+v, want it on its way", got)
 			}
-			slow.setRate(0)
+			slow.open()
 			host := &cri.NamespaceOption{Network: cri.NamespaceMode_NODE}
 			pod := &cri.PodSandboxConfig{
 				Metadata:     &cri.PodSandboxMetadata{Name: "pod", Namespace: "default", Uid: "1"},

@@ -26,7 +26,8 @@ func halfPulled(t *testing.T, nodeFlags ...string) (s *server, k *link, w *worke
 	s = startServer(t, t.TempDir())
 	img = manyFiles(t, 200, 60_000, 4, 0)
 	ref = s.push("half", "1", img)
-	k = newLink(t, s.addr, 2<<20)
+	k = newLink(t, s.addr, 0)
+	k.stallAfter(3 << 20)
 	ref = k.via(ref)
 	w = startWorker(t, workerRoot(t), nodeFlags...)
 	w.mustPull(ref, api.Mounted)
@@ -36,7 +37,6 @@ func halfPulled(t *testing.T, nodeFlags ...string) (s *server, k *link, w *worke
 		}
 		return nil
 	})
-	k.setStall(true)
 	return s, k, w, ref, img
 }
 
@@ -54,6 +54,7 @@ func intact(t *testing.T, w *worker, ref string, img image) {
 
 // reader reads a file of a mount in a process of its own, which can be killed.
 type reader struct {
+	path string
 	cmd  *exec.Cmd
 	out  bytes.Buffer
 	err  error
@@ -62,7 +63,7 @@ type reader struct {
 
 func startReader(t *testing.T, path string) *reader {
 	t.Helper()
-	r := &reader{cmd: exec.Command("cat", path), done: make(chan struct{})}
+	r := &reader{path: path, cmd: exec.Command("cat", path), done: make(chan struct{})}
 	r.cmd.Stdout = &r.out
 	if err := r.cmd.Start(); err != nil {
 		t.Fatal(err)
@@ -78,8 +79,27 @@ func startReader(t *testing.T, path string) *reader {
 	return r
 }
 
+// waits checks that the read does not end. It has begun, or is about to, when
+// the process has the file open.
 func (r *reader) waits(t *testing.T) {
 	t.Helper()
+	eventually(t, "the file is open", func() error {
+		select {
+		case <-r.done:
+			return nil
+		default:
+		}
+		fds, err := filepath.Glob(fmt.Sprintf("/proc/%d/fd/*", r.cmd.Process.Pid))
+		if err != nil {
+			return err
+		}
+		for _, fd := range fds {
+			if name, err := os.Readlink(fd); err == nil && filepath.Base(name) == filepath.Base(r.path) {
+				return nil
+			}
+		}
+		return fmt.Errorf("not among %q", fds)
+	})
 	select {
 	case <-r.done:
 		t.Fatalf("the read ended (%v) with %d bytes; it should wait", r.err, r.out.Len())
@@ -91,7 +111,7 @@ func (r *reader) ends(t *testing.T) []byte {
 	t.Helper()
 	select {
 	case <-r.done:
-	case <-time.After(30 * time.Second):
+	case <-time.After(2 * time.Minute):
 		t.Fatal("the read hangs")
 	}
 	return r.out.Bytes()
@@ -113,8 +133,7 @@ func TestLinkCutInTheMiddle(t *testing.T) {
 	r := startReader(t, path)
 	k.setCut(true)
 	r.waits(t)
-	k.setStall(false)
-	k.setRate(0)
+	k.open()
 	moved := k.bytesMoved()
 	k.setCut(false)
 	if got := r.ends(t); !bytes.Equal(got, want) {
@@ -134,8 +153,7 @@ func TestServerGoneAndBack(t *testing.T) {
 	s.kill()
 	k.setCut(true)
 	r.waits(t)
-	k.setStall(false)
-	k.setRate(0)
+	k.open()
 	startServerAt(t, s.root, s.addr)
 	k.setCut(false)
 	if got := r.ends(t); !bytes.Equal(got, want) {
@@ -160,8 +178,7 @@ func TestServerGoneForGood(t *testing.T) {
 		t.Errorf("pull failed with %v, want the code %s", err, api.CodeUnavailable)
 	}
 	// And what failed is no obstacle later.
-	k.setStall(false)
-	k.setRate(0)
+	k.open()
 	startServerAt(t, s.root, s.addr)
 	k.setCut(false)
 	intact(t, w, ref, img)
@@ -176,8 +193,7 @@ func TestDaemonKilled(t *testing.T) {
 	late := startReader(t, filepath.Join(filepath.Dir(path), "00198"))
 	r.waits(t)
 	late.waits(t)
-	k.setStall(false)
-	k.setRate(0)
+	k.open()
 	w = startWorker(t, w.root)
 	if got := r.ends(t); !bytes.Equal(got, want) {
 		t.Errorf("the read that waited through the crash got %d bytes (%v), not those of the file", len(got), r.err)
@@ -210,8 +226,7 @@ func TestKeeperKilled(t *testing.T) {
 	// The new keeper must be as good as the old one.
 	w.kill()
 	r.waits(t)
-	k.setStall(false)
-	k.setRate(0)
+	k.open()
 	w = startWorker(t, w.root)
 	if got := r.ends(t); !bytes.Equal(got, want) {
 		t.Errorf("read %d bytes (%v), not those of the file", len(got), r.err)
@@ -230,8 +245,7 @@ func TestDaemonAndKeeperKilledTogether(t *testing.T) {
 		_ = syscall.Kill(pid, syscall.SIGKILL)
 	}
 	<-w.done
-	k.setStall(false)
-	k.setRate(0)
+	k.open()
 	w = startWorker(t, w.root)
 	intact(t, w, ref, img)
 }
@@ -245,8 +259,7 @@ func TestReaderKilledWhileItWaits(t *testing.T) {
 		t.Fatal(err)
 	}
 	r.ends(t)
-	k.setStall(false)
-	k.setRate(0)
+	k.open()
 	intact(t, w, ref, img)
 }
 

@@ -85,7 +85,8 @@ func testContainerdThroughKillsAndAReboot(t *testing.T) {
 	needBusybox(t)
 	s := startServer(t, t.TempDir())
 	img := runnable(t, 200, 30_000)
-	k := newLink(t, s.addr, 1<<20)
+	k := newLink(t, s.addr, 0)
+	k.stallAfter(3 << 20) // what the container starts with, and no more than half
 	ref := k.via(s.push("app", "1", img))
 	root := workerRoot(t)
 	w := startWorker(t, root)
@@ -95,7 +96,6 @@ func testContainerdThroughKillsAndAReboot(t *testing.T) {
 
 	c.pull(t, ref)
 	c.ctr(t, "run", "--detach", "--snapshotter", "hydrofoil", ref, long, "/bin/sh", "-c", "sleep 1000")
-	k.setStall(true)
 	waiting := c.exec(t, long, dataSums)
 	eventually(t, "a process reads", func() error {
 		out, err := c.tryCtr("task", "ps", long)
@@ -120,8 +120,7 @@ func testContainerdThroughKillsAndAReboot(t *testing.T) {
 	})
 	w.kill()
 	w = startWorker(t, root)
-	k.setStall(false)
-	k.setRate(0)
+	k.open()
 	<-waiting.done
 	if waiting.err != nil || waiting.out != want {
 		t.Errorf("a container read through kills of keeper and daemon: %v\n%s\nwant\n%s", waiting.err, waiting.out, want)

@@ -217,7 +217,8 @@ func TestMountedBeforeTheBytesAreHere(t *testing.T) {
 	s := startServer(t, t.TempDir())
 	img := manyFiles(t, 300, 40_000, 3, 0)
 	ref := s.push("slow", "1", img)
-	k := newLink(t, s.addr, 4<<20)
+	k := newLink(t, s.addr, 0)
+	k.stallAfter(1 << 20)
 	ref = k.via(ref)
 	w := startWorker(t, workerRoot(t))
 	events := w.mustPull(ref, api.Mounted)
@@ -225,9 +226,16 @@ func TestMountedBeforeTheBytesAreHere(t *testing.T) {
 	if ev.ContentHere >= ev.ContentTotal {
 		t.Fatalf("mounted only when everything was here: %+v", ev)
 	}
+	path, want := absent(t, w, ref, img)
+	r := startReader(t, path)
+	r.waits(t)
+	k.open()
 	// Read all of it at once, through the gate, in an order of our own.
 	if diff := differs(t, img, w.mountOf(ref)); diff != "" {
 		t.Error(diff)
+	}
+	if got := r.ends(t); !bytes.Equal(got, want) {
+		t.Errorf("the read that waited: %v, %d bytes, not those of the file", r.err, len(got))
 	}
 	st, err := w.client.Status(t.Context())
 	if err != nil {
@@ -246,7 +254,7 @@ func TestAReadOfWhatIsQueuedFarBehindIsPromoted(t *testing.T) {
 	}
 	img := newImage(t, ocispec.ImageConfig{}, layer.Gzip(t))
 	ref := s.push("far", "1", img)
-	k := newLink(t, s.addr, 3<<20) // some 10 s for all of it
+	k := newLink(t, s.addr, 1<<20) // half a minute for all of it
 	ref = k.via(ref)
 	w := startWorker(t, workerRoot(t))
 	w.mustPull(ref, api.Mounted)

@@ -72,7 +72,8 @@ func (w *worker) brought(ref string, n int64) {
 // reads is right.
 func TestStartupSet(t *testing.T) {
 	s, ref, img := withStartupSet(t)
-	k := newLink(t, s.addr, 2<<20)
+	k := newLink(t, s.addr, 0)
+	k.stallAfter(5 << 20) // the set, and less than half of all
 	ref = k.via(ref)
 	w := startWorker(t, workerRoot(t))
 	w.begin(ref)
@@ -119,8 +120,7 @@ func TestStartupSet(t *testing.T) {
 		return nil
 	})
 	// The same service over again, here, prints the same.
-	k.setStall(false)
-	k.setRate(0)
+	k.open()
 	intact(t, w, ref, img)
 	again, errOut, code := command(t, args...)
 	if code != 0 || again != out || strings.Count(out, "\n") != 3 {
@@ -132,7 +132,8 @@ func TestStartupSet(t *testing.T) {
 // come does not come again, and a read that waits gets its bytes.
 func TestStartupSetCut(t *testing.T) {
 	s, ref, img := withStartupSet(t)
-	k := newLink(t, s.addr, 2<<20)
+	k := newLink(t, s.addr, 0)
+	k.stallAfter(serviceBytes / 2)
 	ref = k.via(ref)
 	w := startWorker(t, workerRoot(t))
 	w.begin(ref)
@@ -144,7 +145,7 @@ func TestStartupSetCut(t *testing.T) {
 	}
 	r := startReader(t, filepath.Join(w.mountOf(ref), "data/00049"))
 	r.waits(t)
-	k.setRate(0)
+	k.open()
 	moved := k.bytesMoved()
 	k.setCut(false)
 	if got := r.ends(t); !bytes.Equal(got, want) {
@@ -161,13 +162,13 @@ func TestStartupSetCut(t *testing.T) {
 // The next one goes on with the pages that are here.
 func TestStartupSetDaemonKilled(t *testing.T) {
 	s, ref, img := withStartupSet(t)
-	k := newLink(t, s.addr, 2<<20)
+	k := newLink(t, s.addr, 0)
+	k.stallAfter(serviceBytes / 2)
 	ref = k.via(ref)
 	root := workerRoot(t)
 	w := startWorker(t, root)
 	w.begin(ref)
 	w.brought(ref, serviceBytes/4)
-	k.setStall(true)
 	want, err := os.ReadFile(filepath.Join(unpack(t, img), "data/00049"))
 	if err != nil {
 		t.Fatal(err)
@@ -176,8 +177,7 @@ func TestStartupSetDaemonKilled(t *testing.T) {
 	r.waits(t)
 	w.kill()
 	moved := k.bytesMoved()
-	k.setStall(false)
-	k.setRate(0)
+	k.open()
 	w = startWorker(t, root)
 	if got := r.ends(t); !bytes.Equal(got, want) {
 		t.Errorf("read %d bytes (%v), not those of the file", len(got), r.err)

@@ -104,7 +104,7 @@ func startSystemd(t *testing.T, unitDir string) *systemd {
 		}
 	})
 	children := fmt.Sprintf("/proc/%d/task/%d/children", cmd.Process.Pid, cmd.Process.Pid)
-	for deadline := time.Now().Add(20 * time.Second); ; time.Sleep(20 * time.Millisecond) {
+	for deadline := time.Now().Add(time.Minute); ; time.Sleep(20 * time.Millisecond) {
 		s := new(systemd)
 		b, err := os.ReadFile(children)
 		if err == nil {
@@ -195,7 +195,8 @@ func (s *systemd) ctl(args ...string) (string, error) {
 func TestTheUnitUnderSystemd(t *testing.T) {
 	s := startServer(t, t.TempDir())
 	img := manyFiles(t, 200, 60_000, 4, 0)
-	k := newLink(t, s.addr, 2<<20)
+	k := newLink(t, s.addr, 0)
+	k.stallAfter(3 << 20)
 	ref := k.via(s.push("half", "1", img))
 	root := workerRoot(t)
 	unit, err := os.ReadFile("../../deploy/systemd/foil-node.service")
@@ -233,7 +234,6 @@ func TestTheUnitUnderSystemd(t *testing.T) {
 		return st.PID
 	}
 	w.mustPull(ref, api.Mounted)
-	k.setStall(true)
 	// The mount is in the namespace of systemd and its services.
 	inside := func(path string) string { return filepath.Join(fmt.Sprintf("/proc/%d/root", sd.pid), path) }
 	want, err := os.ReadFile(filepath.Join(unpack(t, img), "data/00199"))
@@ -264,8 +264,7 @@ func TestTheUnitUnderSystemd(t *testing.T) {
 		return err
 	})
 	r.waits(t)
-	k.setStall(false)
-	k.setRate(0)
+	k.open()
 	if got := r.ends(t); !bytes.Equal(got, want) {
 		t.Errorf("the read that waited through a restart and a kill got %d bytes (%v), not those of the file", len(got), r.err)
 	}

@@ -18,6 +18,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"hydrofoil.dev/foil/internal/kernel/kerneltest"
 	"hydrofoil.dev/foil/internal/worker/gate"
 	"hydrofoil.dev/foil/internal/worker/gate/gatetest"
 	"hydrofoil.dev/foil/internal/worker/keeper"
@@ -30,6 +31,7 @@ const (
 )
 
 func TestMain(m *testing.M) {
+	kerneltest.OwnMounts()
 	gatetest.Child()
 	if socket := os.Getenv(keeperEnv); socket != "" {
 		err := keeper.Serve(context.Background(), socket, func() {

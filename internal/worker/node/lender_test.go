@@ -111,25 +111,29 @@ func TestUsageCountsWhatIsSharedOnce(t *testing.T) {
 	h := newHost(t)
 	sum := func(images ...*fakeImage) {
 		t.Helper()
-		var got, want int64
-		for _, m := range images {
-			size, inodes, err := h.n.RootfsUsage(m.ChainID)
-			if err != nil || inodes == 0 {
-				t.Fatalf("usage: %d inodes, %v", inodes, err)
+		// What a file takes changes while the kernel writes it back.
+		eventually(t, "the sum is what the disk has", func() error {
+			var got, want int64
+			for _, m := range images {
+				size, inodes, err := h.n.RootfsUsage(m.ChainID)
+				if err != nil || inodes == 0 {
+					t.Fatalf("usage: %d inodes, %v", inodes, err)
+				}
+				got += size
 			}
-			got += size
-		}
-		dirs, err := filepath.Glob(filepath.Join(h.root, "rootfs/*"))
-		if err != nil {
-			t.Fatal(err)
-		}
-		for _, dir := range dirs {
-			size, _ := usage(dir)
-			want += size
-		}
-		if got != want {
-			t.Errorf("the images are said to take %d bytes, the disk has %d", got, want)
-		}
+			dirs, err := filepath.Glob(filepath.Join(h.root, "rootfs/*"))
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, dir := range dirs {
+				size, _ := usage(dir)
+				want += size
+			}
+			if got != want {
+				return fmt.Errorf("the images are said to take %d bytes, the disk has %d", got, want)
+			}
+			return nil
+		})
 	}
 	for _, ref := range []string{refA, refB, refC} {
 		h.mustPull(ref, api.Complete)

@@ -24,6 +24,7 @@ import (
 
 	"hydrofoil.dev/foil/internal/format/toc"
 	"hydrofoil.dev/foil/internal/kernel"
+	"hydrofoil.dev/foil/internal/kernel/kerneltest"
 	"hydrofoil.dev/foil/internal/worker/api"
 	"hydrofoil.dev/foil/internal/worker/keeper"
 )
@@ -36,6 +37,7 @@ const (
 )
 
 func TestMain(m *testing.M) {
+	kerneltest.OwnMounts()
 	if len(os.Args) > 3 && os.Args[1] == "keeper" {
 		err := keeper.Serve(context.Background(), os.Args[3], func() {
 			fmt.Println("ready")

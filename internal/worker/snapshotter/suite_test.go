@@ -14,9 +14,12 @@ import (
 	"github.com/containerd/containerd/v2/core/snapshots/testsuite"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
+
+	"hydrofoil.dev/foil/internal/kernel/kerneltest"
 )
 
 func TestMain(m *testing.M) {
+	kerneltest.OwnMounts()
 	if os.Geteuid() != 0 {
 		fmt.Println("skip: these tests mount filesystems and need root")
 		return

@@ -1,4 +1,4 @@
-module hydrofoil.dev/foil/tools/containerd
+module hydrofoil.dev/foil/tools/containerd2
 
 go 1.26.6
 
