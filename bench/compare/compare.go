@@ -28,16 +28,17 @@ import (
 type Measure struct {
 	Name string
 	of   func(r results.Run) float64
+	late bool // it goes on until the image is complete, if that was waited for
 }
 
 // Measures are those that are compared.
 var Measures = []Measure{
-	{"ready", func(r results.Run) float64 { return r.Marks[engines.Ready].Time.Seconds() }},
-	{"complete", func(r results.Run) float64 { return r.Marks[engines.Complete].Time.Seconds() }},
-	{"bytes until ready", func(r results.Run) float64 { return float64(r.Marks[engines.Ready].Down) }},
-	{"bytes in all", func(r results.Run) float64 { return float64(r.Marks[engines.Quiet].Down) }},
-	{"cpu", func(r results.Run) float64 { return r.CPU.Seconds() }},
-	{"memory", func(r results.Run) float64 { return float64(r.Memory) }},
+	{Name: "ready", of: func(r results.Run) float64 { return r.Marks[engines.Ready].Time.Seconds() }},
+	{Name: "complete", of: func(r results.Run) float64 { return r.Marks[engines.Complete].Time.Seconds() }},
+	{Name: "bytes until ready", of: func(r results.Run) float64 { return float64(r.Marks[engines.Ready].Down) }},
+	{Name: "bytes in all", of: func(r results.Run) float64 { return float64(r.Marks[engines.Quiet].Down) }},
+	{Name: "cpu", of: func(r results.Run) float64 { return r.CPU.Seconds() }, late: true},
+	{Name: "memory", of: func(r results.Run) float64 { return float64(r.Memory) }, late: true},
 }
 
 // Verdict is what a difference amounts to.
@@ -117,6 +118,9 @@ func Compare(before, after results.Everything) Report {
 		for _, measure := range Measures {
 			var was, is, ratios []float64
 			for _, p := range pairs[k] {
+				if measure.late && p.before.Stopped != p.after.Stopped {
+					continue
+				}
 				b, a := measure.of(p.before), measure.of(p.after)
 				if b > 0 && a > 0 {
 					was, is, ratios = append(was, b), append(is, a), append(ratios, a/b)

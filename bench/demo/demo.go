@@ -257,10 +257,15 @@ func (d *demo) measure(ctx context.Context, w engines.Worker, v version) (r resu
 	if err := t.Quiet(ctx, 50*time.Millisecond+2*d.options.RTT, engines.Quiet); err != nil {
 		return r, err
 	}
+	if teller, ok := w.(engines.Teller); ok {
+		if err := teller.Tell(ctx, t); err != nil {
+			return r, err
+		}
+	}
 	last, _ := t.At(engines.Quiet)
 	waits, waited := t.Waited()
 	r = result{time: ready.Time, atReady: ready.Down, moved: last.Down, waits: waits, waited: waited}
-	return r, w.Check(ctx, v)
+	return r, w.Check(ctx, v, true)
 }
 
 func mb(n int64) float64 { return float64(n) / 1e6 }

@@ -92,6 +92,9 @@ func (*Containerd) Prepare(context.Context, *site.Site, Programs, Image) (Prepar
 	return Preparation{What: "none"}, nil
 }
 
+// Whole: a pull returns when every layer is unpacked.
+func (*Containerd) Whole() {}
+
 func (c *Containerd) Worker(s *site.Site, p Programs, dir string) Worker {
 	return newContainerd(s, p, dir, c.Snapshotter)
 }
@@ -266,7 +269,7 @@ func (w *containerdWorker) Complete(_ context.Context, _ Image, t *Trial) error 
 	return nil
 }
 
-func (w *containerdWorker) Check(ctx context.Context, im Image) error {
+func (w *containerdWorker) Check(ctx context.Context, im Image, _ bool) error {
 	listed, err := w.ctr(ctx, "images", "list", "name=="+im.Ref)
 	if err != nil {
 		return err

@@ -24,6 +24,9 @@ func (*Curl) Prepare(context.Context, *site.Site, Programs, Image) (Preparation,
 	return Preparation{What: "none"}, nil
 }
 
+// Whole: its only moment is the end of the download.
+func (*Curl) Whole() {}
+
 func (*Curl) Worker(s *site.Site, _ Programs, _ string) Worker {
 	return &curlWorker{site: s, have: map[string]bool{}}
 }
@@ -57,6 +60,6 @@ func (w *curlWorker) Provision(ctx context.Context, im Image, t *Trial) (*Contai
 }
 
 func (*curlWorker) Complete(context.Context, Image, *Trial) error { return nil }
-func (*curlWorker) Check(context.Context, Image) error            { return nil }
+func (*curlWorker) Check(context.Context, Image, bool) error      { return nil }
 func (*curlWorker) Processes() []int                              { return nil }
 func (*curlWorker) Stop() error                                   { return nil }

@@ -8,6 +8,7 @@
 //	stargz        containerd and stargz-snapshotter, images converted and traced
 //	soci          containerd and the SOCI snapshotter, images indexed, with a prefetch list
 //	starlight     containerd and Starlight, with its proxy, images converted and traced
+//	nydus         containerd and Nydus' snapshotter and nydusd (FUSE), images converted, with a prefetch table
 //	curl          a plain download of the compressed layers, run by nobody
 //
 // and T*, the floor, which is no engine: see MeasureFloor.
@@ -78,6 +79,14 @@ type Engine interface {
 	Worker(s *site.Site, p Programs, dir string) Worker
 }
 
+// Converter is an engine that pushes other images to the registry when it prepares
+// one.
+type Converter interface {
+	Engine
+	// Converted are their names in the registry.
+	Converted(im Image) []string
+}
+
 // Worker is one machine's worth of an engine, at the edge. The order of calls is
 // Start, then Provision, Complete and Check for each image, then Stop; Start
 // again after Stop finds what was there.
@@ -89,8 +98,9 @@ type Worker interface {
 	Provision(ctx context.Context, im Image, t *Trial) (*Container, error)
 	// Complete waits until nothing of the image is missing.
 	Complete(ctx context.Context, im Image, t *Trial) error
-	// Check compares what is on the worker with what was pushed.
-	Check(ctx context.Context, im Image) error
+	// Check compares what is on the worker with what was pushed: every byte, where
+	// that can be done, if it is complete.
+	Check(ctx context.Context, im Image, complete bool) error
 	// Processes are the IDs of the daemons.
 	Processes() []int
 	// Stop ends the daemons.
@@ -108,6 +118,15 @@ type Cloud interface {
 	// Serve starts it in the cloud; it keeps everything below root, and finds it
 	// there again when it is started anew.
 	Serve(ctx context.Context, s *site.Site, p Programs, root string) (stop func() error, err error)
+}
+
+// Whole is an engine whose images are complete before they are started.
+type Whole interface{ Whole() }
+
+// Teller is a worker that says how a start went.
+type Teller interface {
+	// Tell notes on the trial which reads waited until ready, and what was written.
+	Tell(ctx context.Context, t *Trial) error
 }
 
 // Startups is a worker that knows of startup sets.
@@ -154,6 +173,7 @@ func All() []Engine {
 		&Stargz{},
 		&SOCI{},
 		&Starlight{},
+		&Nydus{},
 		&Curl{},
 	}
 }

@@ -156,16 +156,9 @@ func (w *foilWorker) built(ctx context.Context, im Image, after time.Time) (set 
 }
 
 // Startup is what the last foil run told.
-func (w *foilWorker) Startup(ctx context.Context) (r StartupResult, err error) {
-	err = w.daemon.Until(ctx, "wait for the ready event", func() bool {
-		ready, ok := w.events.get(api.Ready)
-		if exited, ended := w.events.get(api.Exited); !ok && ended {
-			ready, ok = exited, true
-		}
-		r = StartupResult{ready.StartupOrigin, ready.StartupMoved, ready.Waits, time.Duration(ready.Waited * float64(time.Second))}
-		return ok
-	})
-	return r, err
+func (w *foilWorker) Startup(ctx context.Context) (StartupResult, error) {
+	ready, err := w.ready(ctx)
+	return StartupResult{ready.StartupOrigin, ready.StartupMoved, ready.Waits, time.Duration(ready.Waited * float64(time.Second))}, err
 }
 
 // Reported gives it a minute: reports are sent after a while, in the background.
@@ -325,22 +318,33 @@ func (w *foilWorker) Complete(ctx context.Context, im Image, t *Trial) error {
 		}
 		return false
 	})
-	if err != nil {
-		return err
-	}
-	if event, ok := w.events.get(api.Ready); ok {
-		t.ArenaReady(event.ArenaBytes)
-	}
-	for _, kind := range []api.EventKind{api.Exited, api.Ready} {
-		if event, ok := w.events.get(kind); ok {
-			t.Waits(event.Waits, time.Duration(event.Waited*float64(time.Second)))
-		}
-	}
-	return nil
+	return err
 }
 
-// Check compares digests, and has every byte verified.
-func (w *foilWorker) Check(ctx context.Context, im Image) error {
+// Tell notes what the event ready says, or exited if the container ended before.
+func (w *foilWorker) Tell(ctx context.Context, t *Trial) error {
+	event, err := w.ready(ctx)
+	if err == nil {
+		t.ArenaReady(event.ArenaBytes)
+		t.Waits(event.Waits, time.Duration(event.Waited*float64(time.Second)))
+	}
+	return err
+}
+
+// ready waits for the event of that name.
+func (w *foilWorker) ready(ctx context.Context) (event api.Event, err error) {
+	err = w.daemon.Until(ctx, "wait for the ready event", func() bool {
+		var ok bool
+		if event, ok = w.events.get(api.Ready); !ok {
+			event, ok = w.events.get(api.Exited)
+		}
+		return ok
+	})
+	return event, err
+}
+
+// Check compares digests, and has every byte verified if none is missing.
+func (w *foilWorker) Check(ctx context.Context, im Image, complete bool) error {
 	client := api.Dial(w.root)
 	defer client.Close()
 	list, err := client.Images(ctx)
@@ -358,6 +362,9 @@ func (w *foilWorker) Check(ctx context.Context, im Image) error {
 	}
 	if !found {
 		return fmt.Errorf("bench: the worker does not know %s", im.Ref)
+	}
+	if !complete {
+		return nil
 	}
 	_, err = w.site.Run(ctx, link.Edge, w.foil, "verify", "--root", w.root, im.Ref)
 	return err

@@ -91,6 +91,9 @@ func (*SOCI) Prepare(ctx context.Context, s *site.Site, p Programs, im Image) (r
 	return result, err
 }
 
+// Converted is what Prepare pushes.
+func (*SOCI) Converted(im Image) []string { return []string{im.Ref + indexed} }
+
 func (*SOCI) Worker(s *site.Site, p Programs, dir string) Worker {
 	w := &sociWorker{containerdWorker: newContainerd(s, p, filepath.Join(dir, "containerd"), "soci"), root: filepath.Join(dir, "soci")}
 	w.proxy, w.transfer = filepath.Join(w.root, "sock"), true
@@ -156,7 +159,7 @@ func (w *sociWorker) Complete(ctx context.Context, _ Image, t *Trial) error {
 
 // Check sees to it that the image came lazily: a layer without an index, or an
 // index that was not found, is unpacked as by the overlayfs snapshotter.
-func (w *sociWorker) Check(ctx context.Context, im Image) error {
+func (w *sociWorker) Check(ctx context.Context, im Image, _ bool) error {
 	listed, err := w.ctr(ctx, "images", "list", "name=="+im.Ref+indexed)
 	if err != nil {
 		return err

@@ -100,6 +100,9 @@ func quoted(words []string) string {
 	return strings.Join(list, ",")
 }
 
+// Converted is what Prepare pushes.
+func (*Stargz) Converted(im Image) []string { return []string{im.Ref + estargz} }
+
 func (*Stargz) Worker(s *site.Site, p Programs, dir string) Worker {
 	w := &stargzWorker{containerdWorker: newContainerd(s, p, filepath.Join(dir, "containerd"), "stargz"), root: filepath.Join(dir, "stargz")}
 	w.proxy = filepath.Join(w.root, "sock")
@@ -168,7 +171,7 @@ func (w *stargzWorker) Complete(ctx context.Context, _ Image, t *Trial) error {
 	return t.Quiet(ctx, 3*time.Second, Complete)
 }
 
-func (w *stargzWorker) Check(ctx context.Context, im Image) error {
+func (w *stargzWorker) Check(ctx context.Context, im Image, _ bool) error {
 	listed, err := w.ctr(ctx, "images", "list", "name=="+im.Ref+estargz)
 	if err != nil {
 		return err

@@ -280,6 +280,11 @@ func addIndex(layout string) error {
 	return nil
 }
 
+// Converted is what Prepare pushes.
+func (*Starlight) Converted(im Image) []string {
+	return []string{im.Ref + "-index", im.Ref + converted}
+}
+
 func (e *Starlight) Worker(s *site.Site, p Programs, dir string) Worker { return e.worker(s, p, dir) }
 
 func (*Starlight) worker(s *site.Site, p Programs, dir string) *starlightWorker {
@@ -379,7 +384,7 @@ func (w *starlightWorker) Complete(ctx context.Context, im Image, t *Trial) erro
 	return err
 }
 
-func (w *starlightWorker) Check(ctx context.Context, im Image) error {
+func (w *starlightWorker) Check(ctx context.Context, im Image, _ bool) error {
 	ref := strings.Replace(im.Ref, RegistryAddr, localAddr, 1) + converted
 	listed, err := w.ctr(ctx, "images", "list", "name=="+ref)
 	if err == nil && !strings.Contains(listed, ref) {

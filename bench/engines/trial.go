@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -72,6 +73,15 @@ func Begin(s *site.Site, pids []int) *Trial {
 	t.began = time.Now()
 	go t.watch()
 	return t
+}
+
+// Join adds daemons that were started during the trial, if it does not know them.
+func (t *Trial) Join(pids ...int) {
+	for _, pid := range pids {
+		if !slices.Contains(t.pids, pid) {
+			t.pids = append(t.pids, pid)
+		}
+	}
 }
 
 // now is the state of the link, since its own beginning.

@@ -324,75 +324,86 @@ func (m *model) sections() (all []section, err error) {
 func (m *model) means(rate int64) (s section, err error) {
 	s = section{
 		ID: fmt.Sprintf("means-%s", rateName(rate)), Title: "Normalised provisioning time, " + rateText(rate),
-		Text: "Geometric mean over images of the time to ready, as a multiple of that of a fresh full pull of the same image at the shortest round-trip time. Bands are 95% confidence intervals (bootstrap over images). Lower is better.",
+		Text: "Geometric mean over images of the time to ready, as a multiple of that of a fresh full pull of the same image at the shortest round-trip time. Bands are 95% confidence intervals (bootstrap over images). Lower is better. Engines in one figure ran the same images.",
 	}
 	for _, kind := range m.kinds() {
-		var lines []line
-		var used []string
-		for _, e := range m.withFloor() {
-			if points, images := m.normalisedLine(e, kind, rate); len(points) > 0 {
-				lines = append(lines, line{e, points})
-				used = images
+		for i, g := range m.groups(kind, rate) {
+			var lines []line
+			for _, e := range append(slices.Clone(g.engines), "floor") {
+				if points := m.normalisedLine(e, g.images, kind, rate); len(points) > 0 {
+					lines = append(lines, line{e, points})
+				}
 			}
+			f := figure{File: "normalised-" + g.name(i, kind, rate), Title: g.title("Normalised time", kind), Caption: g.caption()}
+			if f, err = drawLines(f, "round-trip time (ms)", "normalised time", lines); err != nil {
+				return s, err
+			}
+			s.Figures = append(s.Figures, f)
 		}
-		if len(lines) == 0 {
-			continue
-		}
-		f := figure{File: fmt.Sprintf("normalised-%s-%s", kind, rateName(rate)), Title: "Normalised time, " + string(kind),
-			Caption: "Images: " + strings.Join(used, ", ") + "."}
-		if f, err = drawLines(f, "round-trip time (ms)", "normalised time", lines); err != nil {
-			return s, err
-		}
-		s.Figures = append(s.Figures, f)
 	}
 	return s, nil
 }
 
+// name is that of the file of a mean over the images of the group with index i.
+func (g group) name(i int, kind results.Kind, rate int64) string {
+	name := fmt.Sprintf("%s-%s", kind, rateName(rate))
+	if i > 0 {
+		name += "-all-engines"
+	}
+	return name
+}
+
+func (g group) title(what string, kind results.Kind) string {
+	if len(g.images) == 1 {
+		return fmt.Sprintf("%s, %s, %s", what, kind, g.images[0])
+	}
+	return fmt.Sprintf("%s, %s, %d images", what, kind, len(g.images))
+}
+
+func (g group) caption() string { return "Images: " + strings.Join(g.images, ", ") + "." }
+
 func (m *model) speedups(rate int64) (s section, err error) {
 	s = section{
 		ID: fmt.Sprintf("speedups-%s", rateName(rate)), Title: "Speed-up over a full pull, " + rateText(rate),
-		Text: "Harmonic mean over images of the time to ready of a fresh full pull by containerd, divided by the engine's, over the same link. Whiskers are 95% confidence intervals (bootstrap over images). Higher is better; T* is the most that can be had.",
+		Text: "Harmonic mean over images of the time to ready of a fresh full pull by containerd, divided by the engine's, over the same link. Whiskers are 95% confidence intervals (bootstrap over images). Higher is better; T* is the most that can be had. Engines in one figure ran the same images.",
 	}
 	var names []string
 	for _, rtt := range m.Matrix.RTTs {
 		names = append(names, fmt.Sprintf("%d ms", rtt.Milliseconds()))
 	}
 	for _, kind := range m.kinds() {
-		var series []line
-		for _, e := range m.engines {
-			if e == baseline && kind == results.Fresh {
-				continue // 1, by definition
-			}
-			points := make([]point, len(m.Matrix.RTTs))
-			found := false
-			for i, rtt := range m.Matrix.RTTs {
-				p, ok := m.speedup(e, kind, rtt, rate)
-				if !ok {
-					p.y = math.NaN()
+		for i, g := range m.groups(kind, rate) {
+			var series []line
+			for _, e := range g.engines {
+				if e == baseline && kind == results.Fresh {
+					continue // 1, by definition
 				}
-				points[i], found = p, found || ok
-			}
-			if found {
+				var points []point
+				for _, rtt := range m.Matrix.RTTs {
+					if p, ok := m.speedup(e, g.images, kind, rtt, rate); ok {
+						points = append(points, p)
+					}
+				}
 				series = append(series, line{e, points})
 			}
-		}
-		if len(series) == 0 {
-			continue
-		}
-		var floors []string
-		for i, rtt := range m.Matrix.RTTs {
-			if p, ok := m.speedup("floor", kind, rtt, rate); ok {
-				floors = append(floors, fmt.Sprintf("%s: %.1f", names[i], p.y))
+			if len(series) == 0 {
+				continue
 			}
+			var floors []string
+			for i, rtt := range m.Matrix.RTTs {
+				if p, ok := m.speedup("floor", g.images, kind, rtt, rate); ok {
+					floors = append(floors, fmt.Sprintf("%s: %.1f", names[i], p.y))
+				}
+			}
+			f := figure{File: "speedup-" + g.name(i, kind, rate), Title: g.title("Speed-up", kind), Caption: g.caption()}
+			if len(floors) > 0 {
+				f.Caption += " T* would be " + strings.Join(floors, ", ") + "."
+			}
+			if f, err = drawBars(f, "times as fast", names, series); err != nil {
+				return s, err
+			}
+			s.Figures = append(s.Figures, f)
 		}
-		f := figure{File: fmt.Sprintf("speedup-%s-%s", kind, rateName(rate)), Title: "Speed-up, " + string(kind)}
-		if len(floors) > 0 {
-			f.Caption = "T* would be " + strings.Join(floors, ", ") + "."
-		}
-		if f, err = drawBars(f, "times as fast", names, series); err != nil {
-			return s, err
-		}
-		s.Figures = append(s.Figures, f)
 	}
 	return s, nil
 }
@@ -447,15 +458,26 @@ func (m *model) bytes(rate int64) (s section, err error) {
 				if !ok {
 					continue
 				}
-				names = append(names, image)
+				points, found := make([]point, len(m.engines)), false
 				for i, e := range m.engines {
-					p := point{y: math.NaN()}
-					if r, ok := m.middle(cell{e, image, kind, rtt, rate}); ok {
-						p.y = float64(r.Marks[what.mark].Down) / float64(sum(im.Layers))
+					points[i].y = math.NaN()
+					r, ok := m.middle(cell{e, image, kind, rtt, rate})
+					if at, marked := r.Marks[what.mark]; ok && marked {
+						points[i].y, found = float64(at.Down)/float64(sum(im.Layers)), true
 					}
-					series[i].points = append(series[i].points, p)
+				}
+				if !found {
+					continue
+				}
+				names = append(names, image)
+				for i := range series {
+					series[i].points = append(series[i].points, points[i])
 				}
 			}
+			// An engine of which nothing is known here has no place.
+			series = slices.DeleteFunc(series, func(l line) bool {
+				return !slices.ContainsFunc(l.points, func(p point) bool { return !math.IsNaN(p.y) })
+			})
 			if len(names) == 0 {
 				continue
 			}

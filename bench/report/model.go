@@ -29,7 +29,7 @@ const baseline = "overlayfs"
 
 // labels are what figures call engines.
 var labels = map[string]string{
-	"hydrofoil": "Hydrofoil", "overlayfs": "containerd", "erofs": "erofs", "stargz": "stargz", "soci": "SOCI", "starlight": "Starlight",
+	"hydrofoil": "Hydrofoil", "overlayfs": "containerd", "erofs": "erofs", "stargz": "stargz", "soci": "SOCI", "starlight": "Starlight", "nydus": "Nydus",
 	"hydrofoil-untraced": "Hydrofoil, untraced", "hydrofoil-unconnected": "Hydrofoil, unconnected", "hydrofoil-bare": "Hydrofoil, neither",
 	"curl": "curl (layers)", "floor": "floor T*",
 }
@@ -166,52 +166,97 @@ func (m *model) norm(image string, rate int64) float64 {
 	return math.NaN()
 }
 
+// covers reports whether an engine ran an image at every round-trip time, and a full
+// pull of it can be compared with.
+func (m *model) covers(engine, image string, kind results.Kind, rate int64) bool {
+	if math.IsNaN(m.norm(image, rate)) {
+		return false
+	}
+	for _, rtt := range m.Matrix.RTTs {
+		if len(m.ready(cell{baseline, image, results.Fresh, rtt, rate})) == 0 || len(m.ready(cell{engine, image, kind, rtt, rate})) == 0 {
+			return false
+		}
+	}
+	return true
+}
+
+// group is engines of which means can be compared: they are over the same images.
+type group struct {
+	engines []string
+	images  []string
+}
+
+// groups are, first, the engines that ran most images, with those images; and then,
+// if others ran fewer, all that ran any, with the images that each of them ran.
+func (m *model) groups(kind results.Kind, rate int64) (groups []group) {
+	ran := map[string][]string{}
+	most := 0
+	for _, e := range m.engines {
+		for _, image := range m.Matrix.Images {
+			if m.covers(e, image, kind, rate) {
+				ran[e] = append(ran[e], image)
+			}
+		}
+		most = max(most, len(ran[e]))
+	}
+	if most == 0 {
+		return nil
+	}
+	var first, all group
+	for _, e := range m.engines {
+		if len(ran[e]) == 0 {
+			continue
+		}
+		if len(all.engines) == 0 {
+			all.images = slices.Clone(ran[e])
+		}
+		all.engines = append(all.engines, e)
+		all.images = slices.DeleteFunc(all.images, func(image string) bool { return !slices.Contains(ran[e], image) })
+		if len(ran[e]) == most && (len(first.engines) == 0 || slices.Equal(first.images, ran[e])) {
+			first.engines, first.images = append(first.engines, e), ran[e]
+		}
+	}
+	groups = append(groups, first)
+	if len(all.engines) > len(first.engines) && len(all.images) > 0 {
+		groups = append(groups, all)
+	}
+	return groups
+}
+
 // normalisedLine is the geometric mean over images of normalised time to ready,
-// against RTT. Only images count that the engine ran at every RTT.
-func (m *model) normalisedLine(engine string, kind results.Kind, rate int64) (line []point, images []string) {
-	byImage := map[string][]float64{}
-	for _, image := range m.Matrix.Images {
-		norm := m.norm(image, rate)
-		if math.IsNaN(norm) {
-			continue
-		}
-		times := m.readyLine(engine, image, kind, rate)
-		if len(times) != len(m.Matrix.RTTs) {
-			continue
-		}
-		images = append(images, image)
-		for _, p := range times {
-			byImage[image] = append(byImage[image], p.y/norm)
-		}
-	}
-	if len(images) == 0 {
-		return nil, nil
-	}
-	for i, rtt := range m.Matrix.RTTs {
+// against RTT.
+func (m *model) normalisedLine(engine string, images []string, kind results.Kind, rate int64) (line []point) {
+	for _, rtt := range m.Matrix.RTTs {
 		var values []float64
 		for _, image := range images {
-			values = append(values, byImage[image][i])
+			own := stats.Median(m.ready(cell{engine, image, kind, rtt, rate}))
+			if engine == "floor" {
+				own = m.floor(image, kind, rtt, rate)
+			}
+			if math.IsNaN(own) {
+				return nil
+			}
+			values = append(values, own/m.norm(image, rate))
 		}
 		line = append(line, point{float64(rtt.Milliseconds()), stats.GeometricMean(values), stats.Bootstrap(values, stats.GeometricMean)})
 	}
-	return line, images
+	return line
 }
 
 // speedup is the harmonic mean over images of how many times as fast as a fresh
 // full pull over the same link an engine is.
-func (m *model) speedup(engine string, kind results.Kind, rtt time.Duration, rate int64) (point, bool) {
+func (m *model) speedup(engine string, images []string, kind results.Kind, rtt time.Duration, rate int64) (point, bool) {
 	var values []float64
-	for _, image := range m.Matrix.Images {
-		full := m.ready(cell{baseline, image, results.Fresh, rtt, rate})
-		var own float64
+	for _, image := range images {
+		full := stats.Median(m.ready(cell{baseline, image, results.Fresh, rtt, rate}))
+		own := stats.Median(m.ready(cell{engine, image, kind, rtt, rate}))
 		if engine == "floor" {
 			own = m.floor(image, kind, rtt, rate)
-		} else {
-			own = stats.Median(m.ready(cell{engine, image, kind, rtt, rate}))
 		}
-		if len(full) > 0 && !math.IsNaN(own) {
-			values = append(values, stats.Median(full)/own)
+		if math.IsNaN(full) || math.IsNaN(own) {
+			return point{}, false
 		}
+		values = append(values, full/own)
 	}
 	if len(values) == 0 {
 		return point{}, false

@@ -94,13 +94,17 @@ func (v *view) Source() string {
 		v.Command(), v.Matrix.Commit, h.Kernel, h.Distribution, h.Cores, h.CPU, float64(h.Memory)/(1<<30), h.Congestion, v.Settings())
 }
 
-// Command is how the benchmark was called.
+// Command is how the benchmark was called, each time.
 func (v *view) Command() string {
-	words := slices.Clone(v.Matrix.Command)
-	if len(words) > 0 {
-		words[0] = filepath.Base(words[0])
+	var commands []string
+	for _, words := range append(slices.Clone(v.Matrix.Earlier), v.Matrix.Command) {
+		if len(words) > 0 {
+			words = slices.Clone(words)
+			words[0] = filepath.Base(words[0])
+		}
+		commands = append(commands, strings.Join(words, " "))
 	}
-	return strings.Join(words, " ")
+	return strings.Join(commands, "; then ")
 }
 
 // Settings are those of the matrix, in words.
@@ -164,7 +168,8 @@ type breakdown struct {
 }
 
 type breakdownRow struct {
-	Engine                                                     string
+	Engine, Failed                                             string // why it has no figures
+	Complete                                                   string
 	Deploy, Running, Ready, Total, OfFloor, Amplified, Packets string
 	Written                                                    string
 	// Until pulled and until ready.
@@ -182,6 +187,8 @@ func (m *model) breakdowns(rate int64) (all []breakdown) {
 				c := cell{e, image, kind, rtt, rate}
 				if len(m.ready(c)) > 0 {
 					b.Rows = append(b.Rows, m.row(c, im))
+				} else if r, ok := m.failure(c); ok {
+					b.Rows = append(b.Rows, breakdownRow{Engine: label(e), Failed: "failed: " + firstLine(r.Err)})
 				}
 			}
 			if len(b.Rows) > 0 {
@@ -190,6 +197,17 @@ func (m *model) breakdowns(rate int64) (all []breakdown) {
 		}
 	}
 	return all
+}
+
+// failure is a run of a setting that failed.
+func (m *model) failure(c cell) (results.Run, bool) {
+	i := slices.IndexFunc(m.failed, func(r results.Run) bool {
+		return c == cell{r.Engine, r.Image, r.Kind, r.RTT, r.Rate}
+	})
+	if i < 0 {
+		return results.Run{}, false
+	}
+	return m.failed[i], true
 }
 
 // row is the medians of a setting's runs.
@@ -201,6 +219,12 @@ func (m *model) row(c cell, im results.Image) breakdownRow {
 		}
 		return stats.Median(values)
 	}
+	// Of runs that were stopped at ready nothing is known that ends later.
+	stopped := slices.ContainsFunc(m.runs[c], func(r results.Run) bool { return r.Stopped })
+	partly := ""
+	if stopped {
+		partly = " †"
+	}
 	at := func(mark engines.Mark) float64 {
 		return median(func(r results.Run) float64 { return r.Marks[mark].Time.Seconds() })
 	}
@@ -208,12 +232,12 @@ func (m *model) row(c cell, im results.Image) breakdownRow {
 		Engine: label(c.engine), Count: fmt.Sprint(len(m.runs[c])),
 		Deploy: secs(at(engines.Pulled)), Running: secs(at(engines.Started) - at(engines.Pulled)),
 		Ready: secs(at(engines.Ready) - at(engines.Started)), Total: secs(at(engines.Ready)),
-		OfFloor: "–", Amplified: "–", Written: "–", Waits: "–", LoadRate: "–", LoadP99: "–", Memory: "–", Disk: "–",
+		Complete: "–", All: "–", OfFloor: "–", Amplified: "–", Written: "–", Waits: "–", LoadRate: "–", LoadP99: "–", Memory: "–", Disk: "–",
 		Packets: fmt.Sprintf("%.1f K", median(func(r results.Run) float64 {
 			p := r.Marks[engines.Ready]
 			return float64(p.DownPackets + p.UpPackets)
 		})/1e3),
-		CPU: secs(median(func(r results.Run) float64 { return r.CPU.Seconds() })),
+		CPU: secs(median(func(r results.Run) float64 { return r.CPU.Seconds() })) + partly,
 	}
 	// Until the pull has returned, and until ready.
 	captured := func(of func(c link.Capture) int64) string {
@@ -231,7 +255,12 @@ func (m *model) row(c cell, im results.Image) breakdownRow {
 	}
 	bytes := median(func(r results.Run) float64 { return float64(r.Marks[engines.Ready].Down) })
 	r.Bytes = megs(bytes)
-	r.All = megs(median(func(r results.Run) float64 { return float64(r.Marks[engines.Quiet].Down) }))
+	if !stopped {
+		r.All = megs(median(func(r results.Run) float64 { return float64(r.Marks[engines.Quiet].Down) }))
+	}
+	if complete := at(engines.Complete); complete > 0 && (!stopped) {
+		r.Complete = secs(complete)
+	}
 	if floor := m.floor(c.image, c.kind, c.rtt, c.rate); floor > 0 {
 		r.OfFloor = fmt.Sprintf("%.2f", at(engines.Ready)/floor)
 	}
@@ -242,7 +271,7 @@ func (m *model) row(c cell, im results.Image) breakdownRow {
 		r.Written = fmt.Sprintf("%.2f", written/float64(im.Floor.Touched))
 	}
 	if memory := median(func(r results.Run) float64 { return float64(r.Memory) }); memory > 0 {
-		r.Memory = megs(memory)
+		r.Memory = megs(memory) + partly
 	}
 	if disk := median(func(r results.Run) float64 { return float64(r.Disk) }); disk > 0 {
 		r.Disk = megs(disk)

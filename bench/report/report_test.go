@@ -22,17 +22,18 @@ import (
 
 var update = flag.Bool("update", false, "write the golden files")
 
-// made is a result of two images, three engines and one that is absent, with one
-// failed run and one link that was not held.
+// made is a result of two images, three engines, one that is absent and one that ran
+// only one of the images, and was stopped at ready; with failed runs and one link
+// that was not held. It was made by two commands.
 func made() results.Everything {
 	all := results.Everything{Matrix: results.Matrix{
-		Format: results.Format, Command: []string{"/somewhere/bench", "run", "--images", "redis,python"}, Commit: "0123abc",
+		Format: results.Format, Command: []string{"/somewhere/bench", "run", "--images", "redis,python"}, Earlier: [][]string{{"bench", "run"}}, Commit: "0123abc",
 		Began: time.Date(2026, 11, 21, 20, 0, 0, 0, time.UTC), Images: []string{"redis", "python"}, Runs: 3,
 		Host: results.Host{Kernel: "6.18.0", Distribution: "Debian GNU/Linux 12", CPU: "EPYC", Cores: 2, Memory: 24 << 30, Congestion: "bbr"},
 		RTTs: []time.Duration{0, 150 * time.Millisecond}, Rates: []int64{1e8}, Note: "The machine was <busy>.",
 		Engines: []results.EngineInfo{
 			{Name: "hydrofoil", Version: "foil v1"}, {Name: "overlayfs", Version: "containerd 1.6.20"},
-			{Name: "curl", Version: "curl 7"}, {Name: "stargz", Absent: "containerd-stargz-grpc is not on PATH"},
+			{Name: "nydus", Version: "nydusd v2"}, {Name: "curl", Version: "curl 7"}, {Name: "stargz", Absent: "containerd-stargz-grpc is not on PATH"},
 		},
 	}}
 	for _, name := range all.Matrix.Images {
@@ -45,7 +46,7 @@ func made() results.Everything {
 		}
 	}
 	all.Checks = []results.Check{{RTT: 150 * time.Millisecond, Rate: 1e8, Rep: 2, Load1: 7, Measured: "too slow", Err: "link: 40.0 Mbit/s instead of 100"}}
-	seconds := map[string]float64{"hydrofoil": 0.5, "overlayfs": 5, "curl": 3}
+	seconds := map[string]float64{"hydrofoil": 0.5, "overlayfs": 5, "nydus": 2, "curl": 3}
 	for _, image := range all.Matrix.Images {
 		for _, kind := range []results.Kind{results.Fresh, results.Update} {
 			for _, rtt := range all.Matrix.RTTs {
@@ -68,6 +69,14 @@ func made() results.Everything {
 							}
 							r.Waits, r.Waited, r.ArenaReady = 7, 300*time.Millisecond, 15e6
 							r.Load = &workloads.Load{Tool: "redis-benchmark", Rate: 20000, P99: 2 * time.Millisecond, Seconds: []workloads.Second{{End: time.Second, Rate: 15000, Average: time.Millisecond}, {End: 2 * time.Second, Rate: 25000, Average: 500 * time.Microsecond}}}
+						}
+						if engine == "nydus" {
+							delete(r.Marks, engines.Complete)
+							delete(r.Marks, engines.Quiet)
+							r.Stopped, r.Disk = true, 0
+							if image == "python" {
+								r.Outcome, r.Err = engines.Outcome{}, "nydusd has not mounted it"
+							}
 						}
 						all.Runs = append(all.Runs, r)
 					}
@@ -166,15 +175,20 @@ func TestWrite(t *testing.T) {
 // The means are those that the text promises.
 func TestMeans(t *testing.T) {
 	m := newModel(made())
-	line, images := m.normalisedLine("hydrofoil", results.Fresh, 1e8)
-	if len(images) != 2 || len(line) != 2 {
-		t.Fatalf("%d images, %d points", len(images), len(line))
+	groups := m.groups(results.Fresh, 1e8)
+	want := []group{{[]string{"hydrofoil", "overlayfs", "curl"}, []string{"redis", "python"}}, {[]string{"hydrofoil", "overlayfs", "nydus", "curl"}, []string{"redis"}}}
+	if diff := cmp.Diff(want, groups, cmp.AllowUnexported(group{})); diff != "" {
+		t.Fatalf("groups (-want +got):\n%s", diff)
+	}
+	line := m.normalisedLine("hydrofoil", groups[0].images, results.Fresh, 1e8)
+	if len(line) != 2 {
+		t.Fatalf("%d points", len(line))
 	}
 	// The median repetition, over that of containerd at 0 ms.
 	if want := 0.7 / 5.2; math.Abs(line[0].y-want) > 1e-9 {
 		t.Errorf("at 0 ms %v, want %v", line[0].y, want)
 	}
-	if p, ok := m.speedup("hydrofoil", results.Fresh, 150*time.Millisecond, 1e8); !ok || math.Abs(p.y-5.8/1.3) > 1e-9 {
+	if p, ok := m.speedup("hydrofoil", groups[0].images, results.Fresh, 150*time.Millisecond, 1e8); !ok || math.Abs(p.y-5.8/1.3) > 1e-9 {
 		t.Errorf("speed-up %v, want %v", p.y, 5.8/1.3)
 	}
 	// 100 ms warm, no round trip, 2 MB at 12.5 MB/s.

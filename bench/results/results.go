@@ -32,8 +32,10 @@ const Format = 1
 
 // Matrix is what was asked for and where it ran.
 type Matrix struct {
-	Format  int             `json:"format"`
-	Command []string        `json:"command"`
+	Format  int      `json:"format"`
+	Command []string `json:"command"`
+	// Earlier are other commands that have added to the result before.
+	Earlier [][]string      `json:"earlier_commands,omitempty"`
 	Commit  string          `json:"commit"` // of the benchmark; with "-dirty" if it was changed
 	Foil    string          `json:"foil"`   // what foil version says
 	Began   time.Time       `json:"began"`
@@ -119,11 +121,14 @@ func (k Key) String() string {
 type Run struct {
 	Key
 	Began time.Time `json:"began"`
+	// Stopped runs were ended at ready, since completion was not asked for: they have
+	// no mark of it, and CPU, Memory and Timeline end soon after ready.
+	Stopped bool `json:"stopped,omitempty"`
 	engines.Outcome
 	// Touched is how many bytes of pages are read before ready, as the image's floor
 	// has it: what ArenaReady is to be compared with.
 	Touched int64           `json:"touched"`
-	Disk    int64           `json:"disk"`    // bytes below the worker's directory when complete
+	Disk    int64           `json:"disk"`    // bytes below the worker's directory when complete; 0 if it was stopped
 	Late    time.Duration   `json:"late_ns"` // of the link's most belated packet so far
 	Load    *workloads.Load `json:"load,omitempty"`
 	Err     string          `json:"error,omitempty"`

@@ -7,6 +7,7 @@ import (
 
 	"hydrofoil.dev/foil/bench/engines"
 	"hydrofoil.dev/foil/bench/results"
+	"hydrofoil.dev/foil/bench/workloads"
 )
 
 // progress estimates how long the rest will take: as much longer than foreseen as
@@ -40,8 +41,12 @@ const (
 	localRate   = 1e9              // bits a second, of a link without limits
 )
 
+// untilReady is the part of an image that comes down the line until a lazy engine
+// stops at ready: a guess, and on the safe side for most.
+const untilReady = 0.25
+
 // foresee is how long a session will take, if the machine is idle.
-func foresee(s session) (took time.Duration) {
+func (m *matrix) foresee(s session) (took time.Duration) {
 	for i, k := range s.keys {
 		layers := float64(s.versions[i].Built.LayerBytes())
 		switch {
@@ -49,6 +54,12 @@ func foresee(s session) (took time.Duration) {
 			layers *= 0.3 // what differs
 		case strings.HasPrefix(k.Engine, "hydrofoil"):
 			layers *= 0.9
+		}
+		if m.stops(s, i) {
+			layers *= untilReady
+		}
+		if workloads.For(k.Image, s.versions[i].Ready.Probe) != nil {
+			took += m.Load
 		}
 		rate := float64(k.Rate)
 		if rate == 0 || rate > localRate {
@@ -67,7 +78,7 @@ func foresee(s session) (took time.Duration) {
 // forecast says how much there is to do and how long it will take. unpushed are the
 // images that are pushed and measured first; how long peers take to prepare them is
 // not foreseen.
-func forecast(rounds []round, unpushed []engines.Image) string {
+func (m *matrix) forecast(rounds []round, unpushed []engines.Image) string {
 	var sessions, runs int
 	var took time.Duration
 	for _, r := range rounds {
@@ -75,7 +86,7 @@ func forecast(rounds []round, unpushed []engines.Image) string {
 		for _, s := range r.sessions {
 			sessions++
 			runs += len(s.keys)
-			took += foresee(s)
+			took += m.foresee(s)
 		}
 	}
 	var first time.Duration
@@ -96,7 +107,9 @@ func tell(r results.Run) string {
 	}
 	ready, quiet := r.Marks[engines.Ready], r.Marks[engines.Quiet]
 	fmt.Fprintf(&b, "ready %.2f s, %.1f MB; ", ready.Time.Seconds(), float64(ready.Down)/1e6)
-	if complete, ok := r.Marks[engines.Complete]; ok {
+	if complete, ok := r.Marks[engines.Complete]; r.Stopped {
+		b.WriteString("stopped")
+	} else if ok {
 		fmt.Fprintf(&b, "complete %.2f s, %.1f MB", complete.Time.Seconds(), float64(quiet.Down)/1e6)
 	} else {
 		fmt.Fprintf(&b, "not complete, %.1f MB", float64(quiet.Down)/1e6)

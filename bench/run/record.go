@@ -2,6 +2,7 @@ package run
 
 import (
 	"bufio"
+	"cmp"
 	"context"
 	"fmt"
 	"os"
@@ -75,7 +76,11 @@ func merge(before, now results.Matrix) (results.Matrix, error) {
 			return before, fmt.Errorf("there are results with another %s (%s, now %s)", same.what, same.before, same.now)
 		}
 	}
-	before.Command, before.Runs = now.Command, max(before.Runs, now.Runs)
+	if !slices.Equal(before.Command, now.Command) {
+		before.Earlier = slices.DeleteFunc(before.Earlier, func(c []string) bool { return slices.Equal(c, now.Command) })
+		before.Earlier, before.Command = append(before.Earlier, before.Command), now.Command
+	}
+	before.Runs, before.Note = max(before.Runs, now.Runs), cmp.Or(now.Note, before.Note)
 	for _, e := range now.Engines {
 		i := slices.IndexFunc(before.Engines, func(b results.EngineInfo) bool { return b.Name == e.Name })
 		if i < 0 {

@@ -54,6 +54,11 @@ type Options struct {
 	Command    []string // of the caller, for the record
 	Commit     string   // the same
 	Note       string   // the same
+	// CompleteAt are the round-trip times at which completion is waited for; nil is
+	// all of them. Elsewhere a run ends after ready and load, but for full pulls,
+	// which are complete before. The worker of an update is given the version before
+	// whole, at any round-trip time.
+	CompleteAt []time.Duration
 	// SkipUpdates leaves out second versions.
 	SkipUpdates bool
 	// SkipCheck does not try each link first, which takes some seconds.
@@ -123,7 +128,7 @@ func (m *matrix) measure(ctx context.Context) (err error) {
 	if m.state, err = stateOf(m.Cache, m.Programs.Foil); err != nil {
 		return err
 	}
-	m.log("%s", forecast(rounds, m.unpushed()))
+	m.log("%s", m.forecast(rounds, m.unpushed()))
 	if m.Forecast {
 		return nil
 	}
@@ -217,7 +222,9 @@ func (m *matrix) prepare(ctx context.Context) (err error) {
 				earlier = &done.Floor
 			}
 		}
-		return nil
+		// What was pushed last is still being ingested, which is no part of a run.
+		_, err = engines.Settle(ctx, m.state.registry())
+		return err
 	})
 }
 
@@ -227,7 +234,7 @@ func (m *matrix) prepare(ctx context.Context) (err error) {
 func (m *matrix) recall(versions []engines.Image) (all bool, err error) {
 	all = true
 	for _, im := range versions {
-		if m.lacksFloor(im) {
+		if m.lacks(im) {
 			return false, nil
 		}
 		p, _ := m.state.image(im.Name, im.Built.Digest.String())
@@ -235,23 +242,29 @@ func (m *matrix) recall(versions []engines.Image) (all bool, err error) {
 			p.PrepareErr = before.PrepareErr
 		}
 		all = all && len(m.unprepared(p)) == 0
-		if err := m.out.PutImage(p.Image); err != nil {
+		if err := m.out.PutImage(p); err != nil {
 			return false, err
 		}
 	}
 	return all, nil
 }
 
-// lacksFloor reports whether an image has not been pushed, or has no floor.
+// lacks reports whether an image has not been pushed, or has no floor.
+func (m *matrix) lacks(im engines.Image) bool {
+	_, pushed := m.state.image(im.Name, im.Built.Digest.String())
+	return !pushed || m.lacksFloor(im)
+}
+
+// lacksFloor reports whether the floor of an image has not been measured.
 func (m *matrix) lacksFloor(im engines.Image) bool {
-	p, ok := m.state.image(im.Name, im.Built.Digest.String())
-	return !ok || p.Kernel != m.kernel || p.Floor.Warm == 0 && (p.FloorErr == "" || m.RetryFailed)
+	f, ok := m.state.floor(im.Name, im.Built.Digest.String())
+	return !ok || f.Kernel != m.kernel || f.Floor.Warm == 0 && (f.Err == "" || m.RetryFailed)
 }
 
 // unpushed are the versions of images that lack a floor or are not on the server.
 func (m *matrix) unpushed() (all []engines.Image) {
 	for _, versions := range m.images {
-		if slices.ContainsFunc(versions, m.lacksFloor) {
+		if slices.ContainsFunc(versions, m.lacks) {
 			all = append(all, versions...)
 		}
 	}
@@ -259,7 +272,7 @@ func (m *matrix) unpushed() (all []engines.Image) {
 }
 
 // unprepared are the engines that have not prepared an image, in this version.
-func (m *matrix) unprepared(p prepared) (left []engines.Engine) {
+func (m *matrix) unprepared(p results.Image) (left []engines.Engine) {
 	for _, e := range m.engines {
 		if done, ok := p.Prepared[e.Name()]; (!ok || done.Version != m.versions[e.Name()]) && p.PrepareErr[e.Name()] == "" {
 			left = append(left, e)
@@ -268,10 +281,10 @@ func (m *matrix) unprepared(p prepared) (left []engines.Engine) {
 	return left
 }
 
-func (m *matrix) prepareImage(ctx context.Context, s *site.Site, full engines.Worker, im engines.Image, floor bool, earlier *engines.Floor) (prepared, error) {
+func (m *matrix) prepareImage(ctx context.Context, s *site.Site, full engines.Worker, im engines.Image, floors bool, earlier *engines.Floor) (results.Image, error) {
 	p, pushed := m.state.image(im.Name, im.Built.Digest.String())
 	if !pushed {
-		p.Image = results.Image{Name: im.Name, Digest: im.Built.Digest.String(), Probe: im.Ready.Probe}
+		p = results.Image{Name: im.Name, Digest: im.Built.Digest.String(), Probe: im.Ready.Probe}
 		for _, layer := range im.Built.Manifest.Layers {
 			p.Layers = append(p.Layers, layer.Size)
 		}
@@ -280,18 +293,23 @@ func (m *matrix) prepareImage(ctx context.Context, s *site.Site, full engines.Wo
 		}
 	}
 	p.PrepareErr = map[string]string{}
-	if floor {
-		m.measureFloor(ctx, s, full, im, earlier, &p)
-		if ctx.Err() != nil {
-			return p, context.Cause(ctx)
-		}
-	}
 	if err := m.state.put(p); err != nil {
 		return p, err
 	}
-	im.Touched = p.Touched
+	var measured engines.Floor
+	if floors {
+		var err error
+		if measured, err = m.measureFloor(ctx, s, full, im, earlier); err != nil {
+			return p, err
+		}
+	}
+	f, _ := m.state.floor(im.Name, im.Built.Digest.String())
+	p.Floor, p.FloorErr, im.Touched = f.Floor, f.Err, f.Touched
+	if floors { // with the contents, which are not kept
+		p.Floor = measured
+	}
 	for _, e := range m.unprepared(p) {
-		done, err := e.Prepare(ctx, s, m.Programs, im)
+		done, err := m.prepareBy(ctx, s, e, im)
 		if ctx.Err() != nil {
 			return p, context.Cause(ctx)
 		}
@@ -304,20 +322,40 @@ func (m *matrix) prepareImage(ctx context.Context, s *site.Site, full engines.Wo
 			done.Time += p.Ingested
 			done.Storage += p.Storage - im.Built.LayerBytes()
 		}
-		if done.Time > 0 {
-			m.log("%s prepared %s: %.1f s, %.1f MB", e.Name(), im.Name, done.Time.Seconds(), float64(done.Storage)/1e6)
-		}
-		done.Version = m.versions[e.Name()]
 		p.Prepared[e.Name()] = done
 		if err := m.state.put(p); err != nil {
 			return p, err
 		}
 	}
-	return p, m.out.PutImage(p.Image)
+	return p, m.out.PutImage(p)
+}
+
+// prepareBy has an engine prepare an image, unless it has done so before.
+func (m *matrix) prepareBy(ctx context.Context, s *site.Site, e engines.Engine, im engines.Image) (done engines.Preparation, err error) {
+	converter, converts := e.(engines.Converter)
+	if converts {
+		before, ok, err := m.state.restore(ctx, s, converter, im, m.versions[e.Name()])
+		if ok || err != nil {
+			return before, err
+		}
+	}
+	if done, err = e.Prepare(ctx, s, m.Programs, im); err != nil {
+		return done, err
+	}
+	done.Version = m.versions[e.Name()]
+	if done.Time > 0 {
+		m.log("%s prepared %s: %.1f s, %.1f MB", e.Name(), im.Name, done.Time.Seconds(), float64(done.Storage)/1e6)
+	}
+	if converts {
+		if err := m.state.keep(ctx, s, converter, im, done); err != nil {
+			m.log("what %s has made of %s is not kept for another foil: %v", e.Name(), im.Name, err)
+		}
+	}
+	return done, nil
 }
 
 // push pushes an image, and waits until it is ingested.
-func (m *matrix) push(ctx context.Context, s *site.Site, im engines.Image, p *prepared) error {
+func (m *matrix) push(ctx context.Context, s *site.Site, im engines.Image, p *results.Image) error {
 	before, err := engines.Settle(ctx, m.state.registry())
 	if err != nil {
 		return err
@@ -337,22 +375,26 @@ func (m *matrix) push(ctx context.Context, s *site.Site, im engines.Image, p *pr
 	return nil
 }
 
-// measureFloor notes T* of an image, or why there is none.
-func (m *matrix) measureFloor(ctx context.Context, s *site.Site, full engines.Worker, im engines.Image, earlier *engines.Floor, p *prepared) {
-	ctx, cancel := context.WithTimeoutCause(ctx, m.Timeout, site.ErrTooLong)
+// measureFloor notes T* of an image, or why there is none, and gives it.
+func (m *matrix) measureFloor(ctx context.Context, s *site.Site, full engines.Worker, im engines.Image, earlier *engines.Floor) (engines.Floor, error) {
+	f := floor{Digest: im.Built.Digest.String(), Kernel: m.kernel}
+	limited, cancel := context.WithTimeoutCause(ctx, m.Timeout, site.ErrTooLong)
 	defer cancel()
-	p.Kernel, p.Floor, p.FloorErr = m.kernel, engines.Floor{}, ""
-	err := pullForFloor(ctx, full, im)
+	err := pullForFloor(limited, full, im)
 	if err == nil {
-		p.Floor, err = engines.MeasureFloor(ctx, s, full.(engines.Mounter), im, earlier)
+		f.Floor, err = engines.MeasureFloor(limited, s, full.(engines.Mounter), im, earlier)
+	}
+	if ctx.Err() != nil {
+		return f.Floor, context.Cause(ctx)
 	}
 	if err != nil {
-		p.FloorErr = err.Error()
+		f.Err = err.Error()
 		m.log("no floor of %s: %v", im.Name, err)
-		return
+	} else {
+		f.Touched = f.Floor.Files
+		m.log("floor of %s: warm start %.2f s, %.2f MB touched", im.Name, f.Floor.Warm.Seconds(), float64(f.Floor.Touched)/1e6)
 	}
-	p.Touched = p.Floor.Files
-	m.log("floor of %s: warm start %.2f s, %.2f MB touched", im.Name, p.Floor.Warm.Seconds(), float64(p.Floor.Touched)/1e6)
+	return f.Floor, m.state.putFloor(im.Name, f)
 }
 
 func pullForFloor(ctx context.Context, full engines.Worker, im engines.Image) error {
@@ -424,7 +466,7 @@ func (m *matrix) plan() (rounds []round) {
 						if slices.Contains(m.ratesOf(s.keys[0].Image), rate) && !m.done(s) {
 							r.sessions = append(r.sessions, s)
 							m.progress.left++
-							m.progress.rest += foresee(s)
+							m.progress.rest += m.foresee(s)
 						}
 					}
 				}
@@ -471,6 +513,13 @@ func (m *matrix) session(e engines.Engine, versions []engines.Image, r round) se
 	return s
 }
 
+// stops reports whether a run of a session ends at ready: completion is not asked
+// for there, it takes time, and no update needs the whole image.
+func (m *matrix) stops(s session, i int) bool {
+	_, whole := s.engine.(engines.Whole)
+	return !whole && i == len(s.keys)-1 && m.CompleteAt != nil && !slices.Contains(m.CompleteAt, s.keys[i].RTT)
+}
+
 // done reports whether every run of a session is there.
 func (m *matrix) done(s session) bool {
 	return !slices.ContainsFunc(s.keys, func(k results.Key) bool {
@@ -491,7 +540,7 @@ func (m *matrix) round(ctx context.Context, r round) error {
 			if err := m.run(ctx, s.Link, session); err != nil {
 				return err
 			}
-			m.progress.ended(foresee(session), time.Since(began))
+			m.progress.ended(m.foresee(session), time.Since(began))
 		}
 		return nil
 	})
@@ -542,7 +591,7 @@ func (m *matrix) run(ctx context.Context, l *link.Link, se session) error {
 	defer func() { after("stop its daemons", w.end()) }()
 	var failed error
 	for i, im := range se.versions {
-		r := results.Run{Key: se.keys[i], Began: time.Now().UTC()}
+		r := results.Run{Key: se.keys[i], Began: time.Now().UTC(), Stopped: m.stops(se, i)}
 		if p, ok := m.state.image(im.Name, im.Built.Digest.String()); ok {
 			r.Touched = p.Floor.Touched
 		}
@@ -601,7 +650,7 @@ func (t *turn) end() error {
 }
 
 // provision is one run.
-func (m *matrix) provision(ctx context.Context, s *site.Site, w engines.Worker, im engines.Image, home string, r *results.Run) (err error) {
+func (m *matrix) provision(ctx context.Context, s *site.Site, w *turn, im engines.Image, home string, r *results.Run) (err error) {
 	ctx, cancel := context.WithTimeoutCause(ctx, m.Timeout, site.ErrTooLong)
 	defer cancel()
 	if err := w.Start(ctx); err != nil {
@@ -634,14 +683,21 @@ func (m *matrix) provision(ctx context.Context, s *site.Site, w engines.Worker, 
 			r.Load = load(ctx, s.Link, m.Load)
 		}
 	}
-	if err := w.Complete(ctx, im, t); err != nil {
-		return err
+	if !r.Stopped {
+		if err := w.Complete(ctx, im, t); err != nil {
+			return err
+		}
+		if err := t.Quiet(ctx, 50*time.Millisecond+2*r.RTT, engines.Quiet); err != nil {
+			return err
+		}
 	}
-	if err := t.Quiet(ctx, 50*time.Millisecond+2*r.RTT, engines.Quiet); err != nil {
-		return err
+	if teller, ok := w.Worker.(engines.Teller); ok {
+		if err := teller.Tell(ctx, t); err != nil {
+			return err
+		}
 	}
 	r.Late = max(s.Link.Stats(link.Cloud).Late, s.Link.Stats(link.Edge).Late)
-	if err := w.Check(ctx, im); err != nil {
+	if err := w.Check(ctx, im, !r.Stopped); err != nil || r.Stopped {
 		return err
 	}
 	r.Disk, err = site.DiskBytes(home)

@@ -23,6 +23,7 @@ import (
 
 	"hydrofoil.dev/foil/bench/engines"
 	"hydrofoil.dev/foil/bench/images"
+	"hydrofoil.dev/foil/bench/link"
 	"hydrofoil.dev/foil/bench/results"
 	"hydrofoil.dev/foil/bench/site"
 )
@@ -96,6 +97,40 @@ func TestPlanGoesOn(t *testing.T) {
 	}
 }
 
+// Runs are stopped at ready where completion is not asked for, unless the pull is
+// whole, or an update needs what the run leaves.
+func TestStops(t *testing.T) {
+	m := small(t)
+	stops := func() (list []string) {
+		for _, r := range m.plan() {
+			for _, s := range r.sessions {
+				for i, k := range s.keys {
+					if r.rep == 1 && m.stops(s, i) {
+						list = append(list, fmt.Sprintf("%s %s %s %v", k.Engine, k.Image, k.Kind, k.RTT))
+					}
+				}
+			}
+		}
+		slices.Sort(list)
+		return list
+	}
+	if got := stops(); len(got) != 0 {
+		t.Errorf("stopped: %v", got)
+	}
+	m.CompleteAt = []time.Duration{50 * time.Millisecond}
+	if got, want := stops(), []string{"hydrofoil debian fresh 0s", "hydrofoil redis update 0s"}; !slices.Equal(got, want) {
+		t.Errorf("stopped: %v, want %v", got, want)
+	}
+	if whole, some := m.foresee(session{m.engines[0], m.images[1], []results.Key{{Engine: "hydrofoil", RTT: 50 * time.Millisecond, Rate: 1e8}}}),
+		m.foresee(session{m.engines[0], m.images[1], []results.Key{{Engine: "hydrofoil", Rate: 1e8}}}); some >= whole {
+		t.Errorf("a stopped run is foreseen to take %v, a whole one %v", some, whole)
+	}
+	m.CompleteAt = []time.Duration{}
+	if got := len(stops()); got != 4 {
+		t.Errorf("%d are stopped, want 4", got)
+	}
+}
+
 // The order is the same for a seed, and differs between repetitions.
 func TestPlanShuffles(t *testing.T) {
 	order := func(r round) (s string) {
@@ -125,12 +160,16 @@ func TestMerge(t *testing.T) {
 	now := before
 	now.Images, now.RTTs, now.Runs = []string{"nginx", "redis"}, []time.Duration{50 * time.Millisecond}, 2
 	now.Engines = []results.EngineInfo{{Name: "stargz", Version: "0.9"}, {Name: "hydrofoil", Version: "1"}}
+	before.Command, now.Command, before.Note = []string{"bench", "run"}, []string{"bench", "run", "--runs", "2"}, "busy"
 	got, err := merge(before, now)
 	if err != nil {
 		t.Fatal(err)
 	}
 	if fmt.Sprint(got.Images, got.RTTs, got.Runs, got.Engines) != "[redis nginx] [0s 50ms] 3 [{stargz 0.9 } {overlayfs 1.6 } {hydrofoil 1 }]" {
 		t.Errorf("merged: %v %v %v %v", got.Images, got.RTTs, got.Runs, got.Engines)
+	}
+	if fmt.Sprint(got.Earlier, got.Command) != "[[bench run]] [bench run --runs 2]" || got.Note != "busy" {
+		t.Errorf("merged: %v, %v, %s", got.Earlier, got.Command, got.Note)
 	}
 	for _, change := range []func(m *results.Matrix){
 		func(m *results.Matrix) { m.Commit = "def" },
@@ -266,16 +305,66 @@ func TestEndToEnd(t *testing.T) {
 	}
 	for _, im := range all.Images {
 		p, ok := kept.image(im.Name, im.Digest)
-		if !ok || p.Floor.Warm == 0 || p.Storage < 1<<20 || len(p.Prepared) != 3 || !slices.Contains(p.Touched, "/bin/busybox") {
+		if !ok || p.Floor.Warm == 0 || p.Storage < 1<<20 || len(p.Prepared) != 3 {
 			t.Errorf("kept of %s: %v, %+v", im.Name, ok, p)
+		}
+		if f, ok := kept.floor(im.Name, im.Digest); !ok || !slices.Contains(f.Touched, "/bin/busybox") {
+			t.Errorf("kept of %s's floor: %v, %+v", im.Name, ok, f)
 		}
 		if _, ok := kept.image(im.Name, "sha256:other"); ok {
 			t.Errorf("%s is found by another digest", im.Name)
 		}
 	}
+	testKept(t, ctx, kept, foil, dir, all.Images[0])
 	rest, err := filepath.Glob(filepath.Join(dir, "cache", "*"))
-	if err != nil || len(rest) != 1 || filepath.Base(rest[0]) != "servers" {
+	if err != nil || len(rest) != 2 || filepath.Base(rest[0]) != "made" || filepath.Base(rest[1]) != "servers" {
 		t.Errorf("left behind: %v (%v)", rest, err)
+	}
+}
+
+// converter has made an image under another name.
+type converter struct{ engines.Engine }
+
+func (converter) Name() string                        { return "converter" }
+func (converter) Converted(im engines.Image) []string { return []string{im.Ref + "-converted"} }
+
+// What an engine has made of an image is pushed to the next registry as it is.
+func testKept(t *testing.T, ctx context.Context, s state, foil, dir string, image results.Image) {
+	m := &matrix{Options: Options{Programs: engines.Programs{Foil: foil}}, state: s, dir: t.TempDir()}
+	im := engines.Image{Name: image.Name, Ref: engines.RegistryAddr + "/" + image.Name, Built: tiny(t, filepath.Join(dir, "again"), 1)}
+	made := engines.Preparation{Version: "1", What: "converted", Storage: 7}
+	err := m.at(ctx, link.Options{}, func(at *site.Site) error {
+		if err := copyImage(ctx, at, "docker://"+im.Ref, "docker://"+im.Ref+"-converted"); err != nil {
+			return err
+		}
+		if _, ok, err := s.restore(ctx, at, converter{}, im, "1"); ok || err != nil {
+			t.Errorf("restored what was not kept: %v, %v", ok, err)
+		}
+		return s.keep(ctx, at, converter{}, im, made)
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	m.state.dir = filepath.Join(dir, "other") // the next program's
+	err = m.at(ctx, link.Options{}, func(at *site.Site) error {
+		if _, ok, err := s.restore(ctx, at, converter{}, im, "2"); ok || err != nil {
+			t.Errorf("restored what another version has made: %v, %v", ok, err)
+		}
+		got, ok, err := s.restore(ctx, at, converter{}, im, "1")
+		if !ok || got != made {
+			t.Errorf("restored: %v, %+v", ok, got)
+		}
+		if err != nil {
+			return err
+		}
+		out, err := at.Run(ctx, link.Cloud, "skopeo", "inspect", "--tls-verify=false", "--format", "{{.Digest}}", "docker://"+im.Ref+"-converted")
+		if strings.TrimSpace(out) != image.Digest {
+			t.Errorf("the other registry has %q, not %s", out, image.Digest)
+		}
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
 	}
 }
 

@@ -1,6 +1,7 @@
 package run
 
 import (
+	"context"
 	"crypto/sha256"
 	"encoding/json"
 	"errors"
@@ -11,6 +12,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"hydrofoil.dev/foil/bench/engines"
+	"hydrofoil.dev/foil/bench/link"
 	"hydrofoil.dev/foil/bench/results"
 	"hydrofoil.dev/foil/bench/site"
 )
@@ -19,23 +22,36 @@ import (
 // next, since pushing, preparing and measuring floors takes longer than many a
 // matrix:
 //
-//	servers/PROGRAM/registry/          the root of foil serve
-//	servers/PROGRAM/peers/ENGINE/      what an engine's own server keeps
-//	servers/PROGRAM/images/NAME-TAG.json  prepared: what was pushed, as what
+//	servers/PROGRAM/registry/             the root of foil serve
+//	servers/PROGRAM/images/NAME-TAG.json  results.Image: what was pushed, and who has prepared it
+//	made/images/NAME-TAG/floor.json       floor: what the image touches, and its T*
+//	made/images/NAME-TAG/ENGINE.json      kept: that an engine has converted the image
+//	made/images/NAME-TAG/ENGINE/N/        the images that it has made of it, as skopeo's dir: has them
+//	made/servers/ENGINE/                  what an engine's own server keeps
 //
 // PROGRAM is the beginning of the digest of the foil program: another program may
-// store otherwise. It is used by one benchmark at a time.
+// store otherwise, so that it is given everything anew. What was made without it
+// is made once, and what an engine has converted is pushed to the next program's
+// registry as it is. It is used by one benchmark at a time.
 type state struct {
-	dir    string
+	dir    string // servers/PROGRAM
+	made   string
 	unlock func()
 }
 
-// prepared is one version of an image on the server, and everything about it that
-// does not depend on a matrix. Preparations that failed are not in it.
-type prepared struct {
-	results.Image
-	Kernel  string   `json:"kernel"`  // that the floor was measured with
-	Touched []string `json:"touched"` // files of which pages were read before ready
+// floor is the floor of an image, or why there is none.
+type floor struct {
+	Digest  string        `json:"digest"` // of the image
+	Kernel  string        `json:"kernel"` // that it was measured with
+	Floor   engines.Floor `json:"floor"`
+	Err     string        `json:"error,omitempty"`
+	Touched []string      `json:"touched"` // files of which pages were read before ready
+}
+
+// kept is what an engine has made of an image.
+type kept struct {
+	Digest string `json:"digest"` // of the image
+	engines.Preparation
 }
 
 // stateOf is the state for a foil program, which may not exist yet.
@@ -44,58 +60,136 @@ func stateOf(cache, foil string) (state, error) {
 	if err != nil {
 		return state{}, fmt.Errorf("bench: %w", err)
 	}
-	return state{dir: filepath.Join(cache, "servers", fmt.Sprintf("%x", sha256.Sum256(program))[:16])}, nil
+	return state{
+		dir:  filepath.Join(cache, "servers", fmt.Sprintf("%x", sha256.Sum256(program))[:16]),
+		made: filepath.Join(cache, "made"),
+	}, nil
 }
 
-// open makes the state if need be, locks it, and removes those of other programs.
+// open makes the state if need be, locks it, and removes the registries of other
+// programs.
 func (s *state) open() error {
-	for _, dir := range []string{s.registry(), filepath.Join(s.dir, "images"), filepath.Join(s.dir, "peers")} {
+	for _, dir := range []string{s.registry(), filepath.Join(s.dir, "images"), filepath.Join(s.made, "images"), filepath.Join(s.made, "servers")} {
 		if err := os.MkdirAll(dir, 0o711); err != nil {
 			return fmt.Errorf("bench: %w", err)
 		}
 	}
-	unlock, err := site.Lock(s.dir)
+	// Of all programs' benchmarks one at a time, since they share what was made.
+	unlock, err := site.Lock(s.made)
 	if err != nil {
 		if errors.Is(err, unix.EWOULDBLOCK) {
-			err = fmt.Errorf("bench: another benchmark uses %s: wait for its end, or say another --cache", s.dir)
+			err = fmt.Errorf("bench: another benchmark uses %s: wait for its end, or say another --cache", filepath.Dir(s.made))
 		}
 		return err
 	}
-	s.unlock = unlock
+	unlockOwn, err := site.Lock(s.dir)
+	if err != nil {
+		unlock()
+		return err
+	}
+	s.unlock = func() { unlockOwn(); unlock() }
 	return site.RemoveUnlocked(filepath.Join(filepath.Dir(s.dir), "*"))
 }
 
 func (s state) registry() string { return filepath.Join(s.dir, "registry") }
 
 // peer is where an engine's own server keeps what it has.
-func (s state) peer(engine string) string { return filepath.Join(s.dir, "peers", engine) }
+func (s state) peer(engine string) string { return filepath.Join(s.made, "servers", engine) }
 
 func (s state) path(name string) string {
 	return filepath.Join(s.dir, "images", strings.ReplaceAll(name, ":", "-")+".json")
 }
 
-// image is what is known of an image, if it is on the server with this digest.
-func (s state) image(name, digest string) (prepared, bool) {
-	var p prepared
-	text, err := os.ReadFile(s.path(name))
-	if err != nil || json.Unmarshal(text, &p) != nil || p.Digest != digest {
-		return prepared{}, false
-	}
-	return p, true
+// of is what was made of an image.
+func (s state) of(name string) string {
+	return filepath.Join(s.made, "images", strings.ReplaceAll(name, ":", "-"))
 }
 
-// put notes what is known of an image.
-func (s state) put(p prepared) error {
-	p.PrepareErr = nil
-	text, err := json.MarshalIndent(p, "", "\t")
+// image is what is known of an image, if it is on the server with this digest. Its
+// floor is there if it was measured; preparations that failed are not.
+func (s state) image(name, digest string) (im results.Image, ok bool) {
+	if !read(s.path(name), &im) || im.Digest != digest {
+		return results.Image{}, false
+	}
+	f, _ := s.floor(name, digest)
+	im.Floor, im.FloorErr = f.Floor, f.Err
+	return im, true
+}
+
+// put notes what is known of an image, but for its floor.
+func (s state) put(im results.Image) error {
+	im.PrepareErr, im.Floor, im.FloorErr = nil, engines.Floor{}, ""
+	return write(s.path(im.Name), im)
+}
+
+// floor is that of an image with this digest, if it was measured.
+func (s state) floor(name, digest string) (f floor, ok bool) {
+	if !read(filepath.Join(s.of(name), "floor.json"), &f) || f.Digest != digest {
+		return floor{}, false
+	}
+	return f, true
+}
+
+func (s state) putFloor(name string, f floor) error {
+	return write(filepath.Join(s.of(name), "floor.json"), f)
+}
+
+// keep keeps what an engine has pushed to the registry when it prepared an image.
+func (s state) keep(ctx context.Context, at *site.Site, e engines.Converter, im engines.Image, p engines.Preparation) error {
+	dir := filepath.Join(s.of(im.Name), e.Name())
+	if err := errors.Join(os.RemoveAll(dir+".json"), os.RemoveAll(dir), os.MkdirAll(dir, 0o755)); err != nil {
+		return fmt.Errorf("bench: %w", err)
+	}
+	for i, ref := range e.Converted(im) {
+		if err := copyImage(ctx, at, "docker://"+ref, fmt.Sprintf("dir:%s/%d", dir, i)); err != nil {
+			return err
+		}
+	}
+	return write(dir+".json", kept{im.Built.Digest.String(), p})
+}
+
+// restore pushes what an engine of this version has made of an image before, to a
+// registry that lacks it, and reports whether there was anything.
+func (s state) restore(ctx context.Context, at *site.Site, e engines.Converter, im engines.Image, version string) (p engines.Preparation, ok bool, err error) {
+	dir := filepath.Join(s.of(im.Name), e.Name())
+	var k kept
+	if !read(dir+".json", &k) || k.Digest != im.Built.Digest.String() || k.Version != version {
+		return p, false, nil
+	}
+	for i, ref := range e.Converted(im) {
+		if err := copyImage(ctx, at, fmt.Sprintf("dir:%s/%d", dir, i), "docker://"+ref); err != nil {
+			return p, false, err
+		}
+	}
+	return k.Preparation, true, nil
+}
+
+// copyImage copies an image, or an index with all that it leads to, byte by byte.
+func copyImage(ctx context.Context, at *site.Site, from, to string) error {
+	_, err := at.Run(ctx, link.Cloud, "skopeo", "copy", "--all", "--preserve-digests", "--src-tls-verify=false", "--dest-tls-verify=false", from, to)
+	return err
+}
+
+// read reads a file of JSON, if there is one.
+func read(path string, v any) bool {
+	text, err := os.ReadFile(path)
+	return err == nil && json.Unmarshal(text, v) == nil
+}
+
+// write writes a file that is there whole, or not at all.
+func write(path string, v any) error {
+	text, err := json.MarshalIndent(v, "", "\t")
 	if err != nil {
 		return fmt.Errorf("bench: %w", err)
 	}
-	partial := s.path(p.Name) + ".partial"
+	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+		return fmt.Errorf("bench: %w", err)
+	}
+	partial := path + ".partial"
 	if err := os.WriteFile(partial, append(text, '\n'), 0o644); err != nil {
 		return fmt.Errorf("bench: %w", err)
 	}
-	if err := os.Rename(partial, s.path(p.Name)); err != nil {
+	if err := os.Rename(partial, path); err != nil {
 		return fmt.Errorf("bench: %w", err)
 	}
 	return nil

@@ -20,6 +20,7 @@ func runCommand() *cobra.Command {
 	var o run.Options
 	var rtts []string
 	var rates []string
+	var completeAt []string
 	cmd := &cobra.Command{
 		Use:   "run [flags]",
 		Short: "Measure provisioning: engines, images, links, repetitions",
@@ -31,8 +32,14 @@ An interrupted run goes on when it is started again with the same --out. What is
 there is not run again, so that engines, images, links and repetitions can be
 added later; programs of another version want another --out.
 
+Most of the time goes into waiting until images are complete. --complete-at says
+at which round-trip times that is measured; at others, runs of lazy engines are
+stopped when the container is ready and was put under load, and have no figure of
+completion. Full pulls are complete before they start. A worker that is updated
+afterwards is always given the first version whole.
+
 Engines: hydrofoil; overlayfs and erofs (containerd, a full pull); stargz; soci;
-starlight; curl (the compressed layers, to nowhere). One whose programs are not
+starlight; nydus; curl (the compressed layers, to nowhere). One whose programs are not
 found on PATH, or where an option says, is left out and reported as absent. The
 floor T* is always measured. docs/benchmarks.md says where peers come from.`,
 		Example: `  bench run --images redis --runs 3 --out results
@@ -42,15 +49,16 @@ floor T* is always measured. docs/benchmarks.md says where peers come from.`,
 			if os.Geteuid() != 0 {
 				return fmt.Errorf("bench run needs root: it makes namespaces, mounts and containers")
 			}
-			for _, text := range rtts {
-				rtt, err := time.ParseDuration(text)
-				if text == "0" {
-					rtt, err = 0, nil
+			if o.RTTs, err = parseRTTs(rtts); err != nil {
+				return err
+			}
+			switch {
+			case len(completeAt) == 1 && completeAt[0] == "none":
+				o.CompleteAt = []time.Duration{}
+			case len(completeAt) != 1 || completeAt[0] != "all":
+				if o.CompleteAt, err = parseRTTs(completeAt); err != nil {
+					return err
 				}
-				if err != nil || rtt < 0 {
-					return fmt.Errorf("%q is no round-trip time; write 0, 50ms, 150ms, ...", text)
-				}
-				o.RTTs = append(o.RTTs, rtt)
 			}
 			if o.Rates, o.ImageRates, err = parseRates(rates); err != nil {
 				return err
@@ -73,6 +81,7 @@ floor T* is always measured. docs/benchmarks.md says where peers come from.`,
 	flags.StringSliceVar(&o.Engines, "engines", engineNames(), "engines to compare")
 	flags.StringSliceVar(&rtts, "rtt", []string{"0", "50ms", "150ms", "300ms"}, "round-trip times of the link")
 	flags.StringSliceVar(&rates, "rate", []string{"100mbit"}, "rates of the link; 0 is no limit; IMAGE=RATE is for that image alone, in place of the others")
+	flags.StringSliceVar(&completeAt, "complete-at", []string{"all"}, "round-trip times at which runs go on until the image is complete, all or none; elsewhere they are stopped after ready and the load")
 	flags.IntVar(&o.Runs, "runs", 5, "repetitions")
 	flags.DurationVar(&o.Load, "load", 2*time.Second, "how long a ready server is put under load (redis-benchmark, pgbench, wrk); 0 for not at all")
 	flags.StringVar(&o.Out, "out", "results", "directory of the results")
@@ -86,6 +95,20 @@ floor T* is always measured. docs/benchmarks.md says where peers come from.`,
 	flags.DurationVar(&o.Timeout, "timeout", 10*time.Minute, "of one run")
 	programFlags(cmd, &o.Programs)
 	return cmd
+}
+
+func parseRTTs(texts []string) (rtts []time.Duration, err error) {
+	for _, text := range texts {
+		rtt, err := time.ParseDuration(text)
+		if text == "0" {
+			rtt, err = 0, nil
+		}
+		if err != nil || rtt < 0 {
+			return nil, fmt.Errorf("%q is no round-trip time; write 0, 50ms, 150ms, ...", text)
+		}
+		rtts = append(rtts, rtt)
+	}
+	return rtts, nil
 }
 
 // programFlags say where programs are.
