@@ -64,6 +64,8 @@ After a container became ready while its image was still on the way, the daemon
 tells the image's server which pages it read until then, so that the next worker
 gets them first: docs/startup.md says what is told. --report off tells nothing.
 
+--metrics-listen serves metrics to Prometheus; docs/metrics.md lists them.
+
 An interrupt or SIGTERM ends it. Containers go on: a small process, the keeper,
 makes their reads wait until a daemon runs again, which then goes on with the
 pulls that were under way.
@@ -101,6 +103,9 @@ Exit codes: 0 it was told to end; 1 an error, in the log as well.`,
 			var err error
 			if opts.DiskLimit, err = node.ParseLimit(limit); err != nil {
 				return usagef("--disk-limit: %w", err)
+			}
+			if err := checkMetrics(at.metrics); err != nil {
+				return err
 			}
 			if at.mirror != "off" {
 				self, err := mirror.Addresses(at.mirror)
@@ -156,6 +161,7 @@ Exit codes: 0 it was told to end; 1 an error, in the log as well.`,
 	flags.StringVar(&opts.Hosts.DockerConfig, "docker-config", hosts.DockerConfig(), "Docker's `FILE` of credentials and of helpers that have some; read when a registry demands them")
 	flags.StringVar(&format, "log-format", "text", "`FORMAT` of the log: text or json")
 	flags.TextVar(&level, "log-level", slog.LevelInfo, "least `LEVEL` to log: debug, info, warn or error")
+	metricsFlag(cmd, &at.metrics)
 	configurable(cmd)
 	return cmd
 }

@@ -3,11 +3,15 @@ package main
 import (
 	"context"
 	"errors"
+	"log/slog"
 	"net"
 	"path/filepath"
 
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/spf13/cobra"
 	"golang.org/x/sync/errgroup"
 
+	"hydrofoil.dev/foil/internal/metrics"
 	"hydrofoil.dev/foil/internal/worker/credentials"
 	"hydrofoil.dev/foil/internal/worker/criproxy"
 	"hydrofoil.dev/foil/internal/worker/mirror"
@@ -21,6 +25,7 @@ type sockets struct {
 	mirror      string // HOST:PORT
 	criProxy    string // a path
 	criEndpoint string // containerd's own, never off
+	metrics     string // an address of package metrics
 }
 
 // serveNode answers foil's own commands, containerd and a kubelet at their
@@ -84,9 +89,53 @@ func serveNode(ctx context.Context, n *node.Node, opts node.Options, at sockets,
 			return nil // running containers need the daemon all the same
 		})
 	}
+	if at.metrics != metrics.Off {
+		list := []prometheus.Collector{n.Metrics()}
+		if s != nil {
+			list = append(list, s.Metrics())
+		}
+		serveMetrics(ctx, all, at.metrics, opts.Logger, list...)
+	}
 	err := all.Wait()
 	if s != nil {
 		err = errors.Join(err, s.Close())
 	}
 	return err
+}
+
+// serveMetrics answers Prometheus at an address. Where that is not possible,
+// everything else goes on: that nobody measures is no reason to do nothing.
+func serveMetrics(ctx context.Context, all *errgroup.Group, address string, log *slog.Logger, list ...prometheus.Collector) {
+	r, err := metrics.Registry(list...)
+	var l net.Listener
+	if err == nil {
+		l, err = metrics.Listen(address)
+	}
+	if err != nil {
+		log.Error("nobody can ask for metrics; name another address with --metrics-listen", "address", address, "error", err)
+		return
+	}
+	log.Info("metrics are served", "address", l.Addr().String())
+	all.Go(func() error {
+		if err := metrics.Serve(ctx, l, r, log); err != nil {
+			log.Error("nobody can ask for metrics any more", "error", err)
+		}
+		return nil
+	})
+}
+
+// metricsFlag adds --metrics-listen to a command.
+func metricsFlag(cmd *cobra.Command, address *string) {
+	cmd.Flags().StringVar(address, "metrics-listen", metrics.Off, "`ADDRESS` of metrics for Prometheus, at /metrics: HOST:PORT, or /PATH of a Unix socket; without TLS and passwords; off: none")
+}
+
+// checkMetrics says what is wrong with an address of --metrics-listen.
+func checkMetrics(address string) error {
+	if address == metrics.Off {
+		return nil
+	}
+	if _, _, err := metrics.Network(address); err != nil {
+		return usagef("--metrics-listen: %w", err)
+	}
+	return nil
 }

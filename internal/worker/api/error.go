@@ -19,6 +19,9 @@ const (
 	CodeInternal     = "internal"     // a bug, or an error nobody expected
 )
 
+// Codes are all of them.
+var Codes = []string{CodeNotFound, CodeInvalid, CodeUnauthorized, CodeConflict, CodeUnavailable, CodeCorrupt, CodeNoSpace, CodeUnsupported, CodeInternal}
+
 // statusOf is the one table from code to HTTP status. The status is for people
 // with curl: programs read the code.
 var statusOf = map[string]int{

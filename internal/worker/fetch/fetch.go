@@ -162,6 +162,7 @@ type Pull struct {
 	bad        atomic.Int64 // frames that were damaged
 	resumes    atomic.Int64
 	promotions atomic.Int64 // frames asked for ahead of their turn
+	stored     atomic.Int64 // bytes of contents that were written
 	unsync     atomic.Int64 // bytes of contents since the last sync
 	pagesMoved atomic.Int64 // bytes of frames of startup sets
 	pagesRaw   atomic.Int64 // bytes of the page runs in them that were written

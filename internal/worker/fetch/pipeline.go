@@ -102,6 +102,7 @@ func (p *Pull) write(j job, raw []byte) []byte {
 
 // wrote counts bytes of contents that were written.
 func (p *Pull) wrote(n int64) {
+	p.stored.Add(n)
 	if p.unsync.Add(n) >= p.opts.SyncBytes {
 		select {
 		case p.kick <- struct{}{}:

@@ -14,6 +14,8 @@ type Progress struct {
 	ContentHere, ContentTotal int64 // bytes of contents in the pull's arenas
 	Written                   int64 // bytes, to these arenas since they were opened
 
+	Stored int64 // bytes of contents that this pull has written to them
+
 	Startup Startup
 
 	Waits      int64 // reads that had to wait
@@ -48,6 +50,7 @@ func (p *Pull) Progress() Progress {
 		Frames:     p.frames.Load(),
 		Damaged:    p.bad.Load(),
 		Resumes:    p.resumes.Load(),
+		Stored:     p.stored.Load(),
 		Startup:    p.startup(),
 	}
 	pr.Rate = p.rate.add(time.Now(), pr.Moved)

@@ -35,6 +35,8 @@ type Gate interface {
 	Idle() bool
 	// End closes the gate for good: the keeper has nothing of it any more.
 	End(ctx context.Context) error
+	// Stats returns what this process's gate did so far.
+	Stats() Stats
 	// Kind is what users call it: "fanotify" or "fuse".
 	Kind() string
 }

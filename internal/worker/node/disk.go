@@ -208,6 +208,7 @@ func (n *Node) evict(c *candidate, why string) bool {
 		delete(n.removing, ref)
 		n.mu.Unlock()
 		if err == nil {
+			n.metrics.evicted.Inc()
 			n.log.Info("image evicted", "ref", ref, "last_used", now[i].used.UTC().Format(time.RFC3339), "why", why)
 		}
 		errs = append(errs, err)

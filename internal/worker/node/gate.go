@@ -21,7 +21,7 @@ func (n *Node) openGate() (held map[string]*os.File, err error) {
 	ctx, cancel := context.WithTimeout(n.ctx, 30*time.Second)
 	defer cancel()
 	socket := filepath.Join(n.opts.Root, "run", "keeper.sock")
-	o := keeper.Options{Socket: socket, Logger: n.log}
+	o := keeper.Options{Socket: socket, Logger: n.log, Restarted: func(int) { n.metrics.keepers.Inc() }}
 	if n.opts.Binary != "" {
 		o.Command = []string{n.opts.Binary, "keeper", "--socket", socket}
 	}

@@ -19,6 +19,8 @@ type Held struct {
 	Manifest []byte
 	Config   []byte
 	ChainID  digest.Digest
+	// Complete: every byte of it was here already when Hold was called.
+	Complete bool
 	// Mount is where the rootfs is mounted, read-only. It stays there, also when
 	// daemons come and go, until the hold is released.
 	Mount string
@@ -45,7 +47,7 @@ func (n *Node) Hold(ctx context.Context, name string) (*Held, error) {
 	if err != nil {
 		return nil, err
 	}
-	if h := n.holdMounted(name); h != nil {
+	if h := n.holdMounted(name, nil); h != nil {
 		return h, nil
 	}
 	leave, err := n.enter()
@@ -66,14 +68,15 @@ func (n *Node) Hold(ctx context.Context, name string) (*Held, error) {
 	if err != nil {
 		return nil, err
 	}
-	if h := n.holdMounted(name); h != nil {
+	if h := n.holdMounted(name, p); h != nil {
 		return h, nil
 	}
 	return nil, errorf(api.CodeConflict, "image %s was removed just when its rootfs had been mounted: pull it again", name)
 }
 
-// holdMounted returns nil unless the image's rootfs is mounted and well.
-func (n *Node) holdMounted(name string) *Held {
+// holdMounted returns nil unless the image's rootfs is mounted and well. p is the
+// pull that mounted it just now, or nil.
+func (n *Node) holdMounted(name string, p *pull) *Held {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	img := n.images[name]
@@ -95,6 +98,7 @@ func (n *Node) holdMounted(name string) *Held {
 		Manifest: img.Manifest,
 		Config:   img.Config,
 		ChainID:  img.ChainID,
+		Complete: r.rec.Complete && (p == nil || p.hadAll()),
 		Mount:    r.path("mnt"),
 	}
 }

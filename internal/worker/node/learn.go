@@ -266,6 +266,15 @@ func (l *learner) report(ready, until time.Time) (*trace.Trace, error) {
 		}
 	}
 	t.Touched, t.Unused = compare(have, a, reads, started, until)
+	early, unused := 0, 0
+	for _, r := range a.EarlyRuns() {
+		early += int(r.Blocks)
+	}
+	for _, r := range t.Unused {
+		unused += int(r.Blocks)
+	}
+	l.n.metrics.pages.WithLabelValues("unused").Add(float64(unused))
+	l.n.metrics.pages.WithLabelValues("hit").Add(float64(max(0, early-unused)))
 	return t, nil
 }
 
@@ -380,6 +389,9 @@ func (n *Node) ContainerStarted(_ context.Context, id string, s api.Start) error
 	}
 	if c == nil {
 		return errorf(api.CodeNotFound, "no container %s: `foil ps -a` lists them", id)
+	}
+	if !s.Ready.IsZero() && s.Probe {
+		n.metrics.ready.Observe(max(0, s.Ready.Sub(s.Started).Seconds()))
 	}
 	l.told(id, s)
 	return nil

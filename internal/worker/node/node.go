@@ -112,9 +112,11 @@ type Node struct {
 	loop    bool // EROFS is mounted over loop devices
 	keeper  *keeper.Client
 	hosts   *hosts.Set
+	metrics *nodeMetrics
 	kept    []*fetch.Client // of opts.Connect
 	// gateLost: there was no gate to take over when this daemon started.
 	gateLost bool
+	began    string // one of the constants of that name; set by restore
 
 	ctx  context.Context // ends when the node closes; pulls run under it
 	stop context.CancelCauseFunc
@@ -192,6 +194,8 @@ func New(opts Options) (_ *Node, err error) {
 		pulls:      make(map[string]*pull),
 		early:      make(map[string]*pull),
 		removing:   make(map[string]bool),
+		metrics:    newMetrics(),
+		began:      beganNew,
 	}
 	opts.Hosts.Logger = opts.Logger
 	n.hosts = hosts.New(opts.Hosts)
@@ -327,7 +331,7 @@ func (n *Node) Images(context.Context) ([]api.Image, error) {
 			Ref:     img.Ref,
 			Digest:  img.Digest.String(),
 			ChainID: img.ChainID.String(),
-			State:   "broken",
+			State:   n.imageState(img),
 			Why:     img.Why,
 			Created: img.Created,
 		}
@@ -335,13 +339,8 @@ func (n *Node) Images(context.Context) ([]api.Image, error) {
 			v.Files = r.rec.Files
 			v.ContentTotal = r.rec.Contents
 			v.ContentHere = r.here()
-			switch {
-			case r.broken != nil:
+			if r.broken != nil {
 				v.Why = r.broken.Error()
-			case r.rec.Complete:
-				v.State = "complete"
-			case r.mounted:
-				v.State = "pulling"
 			}
 		}
 		list = append(list, v)

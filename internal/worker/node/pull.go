@@ -46,6 +46,7 @@ type pull struct {
 	rootfs     *rootfs
 	committed  bool
 	mountErr   error // of the mount that this pull made
+	whole      bool  // the rootfs was complete when the header arrived
 	milestones []api.Event
 	changed    chan struct{} // closed, and made anew, when milestones grow
 	over       bool
@@ -146,7 +147,7 @@ func (p *pull) run() {
 	}
 	stopped := false
 	if err != nil {
-		if cause := context.Cause(p.ctx); errors.Is(cause, errStopping) || errors.Is(cause, errRemoved) {
+		if cause := context.Cause(p.ctx); isStopped(cause) {
 			err, stopped = cause, true
 		}
 	}
@@ -187,6 +188,9 @@ func (p *pull) run() {
 	n.collect()
 	n.makeRoom()
 	debug.FreeOSMemory() // buffers, and what the fetch knew of the image
+	if !p.unclaimed() {
+		n.metrics.over(stopped, err)
+	}
 	p.mu.Lock()
 	p.err = err
 	p.mu.Unlock()
@@ -250,7 +254,9 @@ func (p *pull) bring(ctx context.Context) error {
 		p.mu.Lock()
 		p.fetch = f
 		p.mu.Unlock()
+		n.metrics.begin(f)
 		err = f.Wait()
+		n.metrics.end(f)
 		p.work.Wait()
 		p.mu.Lock()
 		mountErr, r, img := p.mountErr, p.rootfs, p.image
@@ -381,6 +387,9 @@ func (p *pull) open(ctx context.Context, img *bundle.Image, t *toc.TOC) (*arena.
 	if broken != nil {
 		return nil, broken
 	}
+	p.mu.Lock()
+	p.whole = complete
+	p.mu.Unlock()
 	if err := p.commit(); err != nil {
 		return nil, err
 	}
@@ -401,6 +410,13 @@ func (p *pull) open(ctx context.Context, img *bundle.Image, t *toc.TOC) (*arena.
 		})
 	}
 	return a, nil
+}
+
+// hadAll reports whether the image was complete before its pull.
+func (p *pull) hadAll() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.whole
 }
 
 // resolved notes what the header says.
@@ -476,6 +492,11 @@ func (p *pull) rootfsOf(img *bundle.Image, t *toc.TOC) (r *rootfs, made placemen
 		n.discard(r)
 		return nil, nil, err
 	}
+	shared := r.rec.Contents
+	if r.arena != nil {
+		shared -= r.arena.Layout().ContentBytes()
+	}
+	n.metrics.reused.WithLabelValues("shared").Add(float64(shared))
 	n.mu.Lock()
 	n.rootfs[img.ChainID] = r
 	p.use(r)
@@ -599,6 +620,7 @@ func (p *pull) commit() error {
 	p.mu.Lock()
 	p.committed = true
 	p.mu.Unlock()
+	n.metrics.mount.Observe(time.Since(p.begun).Seconds())
 	p.happened(api.Mounted, nil)
 	return nil
 }
@@ -824,6 +846,9 @@ func (n *Node) copyLocal(ctx context.Context, r *rootfs, p *pull) {
 			}
 			if _, err = source.ReadAt(buf[:s.Length], off); err == nil {
 				err = a.WriteSegment(int(i), buf[:s.Length])
+			}
+			if err == nil {
+				n.metrics.reused.WithLabelValues("copied").Add(float64(s.Length))
 			}
 		})
 		if err = errors.Join(err, source.Close()); err != nil {

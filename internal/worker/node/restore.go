@@ -71,6 +71,12 @@ func (n *Node) restore(held map[string]*os.File) error {
 			lost[chain] = true
 		}
 	}
+	switch {
+	case !n.gateLost:
+		n.began = beganTakeover
+	case len(lost) > 0:
+		n.began = beganLost
+	}
 	n.checkLent(read)
 	for _, r := range n.lent {
 		n.releaseLeft(r, held)

@@ -576,6 +576,8 @@ func (b *backing) Present(off, n int64) bool {
 }
 
 func (b *backing) Need(ctx context.Context, off, n int64) error {
+	begin := time.Now()
+	defer func() { b.n.metrics.wait.Observe(time.Since(begin).Seconds()) }()
 	b.n.mu.Lock()
 	p := b.r.filling
 	b.n.mu.Unlock()

@@ -55,7 +55,7 @@ const (
 func (s *Snapshotter) skip(ctx context.Context, key, target, parent string, labels map[string]string) (why string, err error) {
 	chain, err := digest.Parse(target)
 	if err != nil {
-		return "the target " + target + " is not a chain ID", nil
+		return s.plainly(parent == "", target, "no_name", "the target "+target+" is not a chain ID"), nil
 	}
 	exists := fmt.Errorf("the snapshot of layer %s: %w", target, errdefs.ErrAlreadyExists)
 	s.mu.Lock()
@@ -65,26 +65,26 @@ func (s *Snapshotter) skip(ctx context.Context, key, target, parent string, labe
 		return "", exists
 	}
 	if s.opts.Node == nil {
-		return "nothing pulls images as bundles", nil
+		return s.plainly(parent == "", target, "off", "nothing pulls images as bundles"), nil
 	}
-	name, why := imageName(labels)
-	if why != "" {
-		return why, nil
+	name, unnamed := imageName(labels)
+	if unnamed != "" {
+		return s.plainly(parent == "", labels[snapshotters.TargetRefLabel], "no_name", unnamed), nil
 	}
-	p, why, err := s.pull(ctx, name)
+	p, refused, err := s.pull(ctx, name)
 	if p == nil {
-		return why, err
+		return refused, err
 	}
 	i := slices.Index(p.chains, chain)
 	if i < 0 {
-		return fmt.Sprintf("image %s has no layer with chain ID %s", name, chain), nil
+		return s.plainly(parent == "", name, "not_in_image", fmt.Sprintf("image %s has no layer with chain ID %s", name, chain)), nil
 	}
-	r := &record{Parent: parent, Role: roleLayer, Chain: chain, Image: name, Layer: p.layers[i], DiffID: p.diffIDs[i]}
+	r := &record{Parent: parent, Role: roleLayer, Chain: chain, Image: name, Layer: p.layers[i], DiffID: p.diffIDs[i], Full: p.held.Complete}
 	var held *node.Held
 	if i == len(p.chains)-1 {
 		r.Role = roleRootfs
 		if held, err = s.opts.Node.Hold(ctx, name); err != nil {
-			return fmt.Sprintf("image %s: %v", name, err), ctx.Err()
+			return s.plainly(true, name, codeOf(err), fmt.Sprintf("image %s: %v", name, err)), ctx.Err()
 		}
 	}
 	s.mu.Lock()
@@ -97,14 +97,15 @@ func (s *Snapshotter) skip(ctx context.Context, key, target, parent string, labe
 		s.forget(name)
 	}
 	if err != nil {
-		s.log.Error("a layer goes the plain way, though the image could be had", "image", name, "layer", chain, "error", err)
 		if held != nil {
 			s.dropImage(ctx, name)
 		}
-		return err.Error(), ctx.Err()
+		return s.plainly(true, name, codeOf(err), err.Error()), ctx.Err()
 	}
 	if r.held != nil {
-		s.log.Info("containerd has an image lazily", "image", name, "digest", held.Digest, "rootfs", held.ChainID, "layers", len(p.chains))
+		path, why := r.path()
+		s.paths.WithLabelValues(path, path).Inc()
+		s.log.Info("containerd has an image", "image", name, "path", path, "reason", why, "digest", held.Digest, "rootfs", held.ChainID, "layers", len(p.chains))
 	}
 	return "", exists
 }
@@ -186,7 +187,11 @@ func (s *Snapshotter) pull(ctx context.Context, name string) (_ *pulled, why str
 			return nil, "", ctx.Err()
 		}
 		why = shorten(fmt.Sprintf("image %s: %v", name, err))
-		s.log.Warn("containerd gets an image the plain way", "image", name, "reason", why)
+		code := codeOf(err)
+		if wait.Err() != nil {
+			code = "timeout"
+		}
+		s.plainly(true, name, code, why)
 		s.refused[name] = refusal{why, time.Now().Add(refusedFor)}
 		for other, r := range s.refused {
 			if time.Now().After(r.until) {

@@ -22,7 +22,9 @@ import (
 	"github.com/opencontainers/go-digest"
 	"github.com/opencontainers/image-spec/identity"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+	"github.com/prometheus/client_golang/prometheus"
 
+	"hydrofoil.dev/foil/internal/metrics/metricstest"
 	"hydrofoil.dev/foil/internal/worker/api"
 	"hydrofoil.dev/foil/internal/worker/node"
 )
@@ -278,7 +280,7 @@ func TestLazyImage(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if info.Labels[LabelPath] != PathLazy || info.Labels[LabelImage] != img.name || info.Labels[LabelRole] != roleRootfs {
+	if info.Labels[LabelPath] != PathLazy || info.Labels[LabelReason] == "" || info.Labels[LabelImage] != img.name || info.Labels[LabelRole] != roleRootfs {
 		t.Errorf("labels: %q", info.Labels)
 	}
 	// Another namespace of containerd asks for the same.
@@ -291,6 +293,7 @@ func TestLazyImage(t *testing.T) {
 	if f.fetched != 0 {
 		t.Errorf("%d blobs were fetched", f.fetched)
 	}
+	counted(t, s, PathLazy, PathLazy)
 
 	// The next daemon.
 	if err := s.Close(); err != nil {
@@ -418,6 +421,83 @@ func TestLeftoverImageIsRemoved(t *testing.T) {
 	}
 }
 
+// counted wants one image to be counted, with its path and reason.
+func counted(t *testing.T, s *Snapshotter, path, reason string) {
+	t.Helper()
+	registry := prometheus.NewRegistry()
+	registry.MustRegister(s.Metrics())
+	families, err := registry.Gather()
+	if err != nil {
+		t.Fatal(err)
+	}
+	got := make(map[string]float64)
+	for _, f := range families {
+		for _, m := range f.GetMetric() {
+			if v := m.GetCounter().GetValue(); v != 0 {
+				name := f.GetName()
+				for _, l := range m.GetLabel() {
+					name += " " + l.GetValue()
+				}
+				got[name] = v
+			}
+		}
+	}
+	if diff := cmp.Diff(map[string]float64{"foil_node_images_total " + path + " " + reason: 1}, got); diff != "" {
+		t.Errorf("counted: %s", diff)
+	}
+}
+
+// An image that is complete when containerd asks is told from one that comes
+// while it runs, also by the next daemon.
+func TestFullImage(t *testing.T) {
+	f := newFake()
+	img := f.add(t, "a", "b")
+	img.held.Complete = true
+	dir := t.TempDir()
+	s := open(t, dir, f)
+	names := pull(t, s, img, 0, "")
+	counted(t, s, PathFull, PathFull)
+	for range 2 {
+		for _, name := range names {
+			info, err := s.Stat(t.Context(), name)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if info.Labels[LabelPath] != PathFull || !strings.Contains(info.Labels[LabelReason], "every byte") {
+				t.Errorf("labels: %q", info.Labels)
+			}
+		}
+		if err := s.Close(); err != nil {
+			t.Fatal(err)
+		}
+		s = open(t, dir, f)
+	}
+}
+
+// containerd that does not say which image a layer is of: counted once.
+func TestImageWithoutName(t *testing.T) {
+	f := newFake()
+	img := f.add(t, "a", "b")
+	s := open(t, t.TempDir(), f)
+	parent := ""
+	for i := range img.chains {
+		key := fmt.Sprint("extract-", i)
+		labels := map[string]string{snapshots.LabelSnapshotRef: img.chains[i].String()}
+		if _, err := s.Prepare(t.Context(), key, parent, snapshots.WithLabels(labels)); err != nil {
+			t.Fatal(err)
+		}
+		parent = img.chains[i].String()
+		if err := s.Commit(t.Context(), parent, key); err != nil {
+			t.Fatal(err)
+		}
+	}
+	counted(t, s, PathPlain, "no_name")
+}
+
+func TestMetricsAreDocumented(t *testing.T) {
+	metricstest.Table(t, "../../../docs/metrics.md", "containerd", open(t, t.TempDir(), newFake()).Metrics())
+}
+
 func TestPlainImage(t *testing.T) {
 	f := newFake()
 	img := f.add(t, "a", "b")
@@ -445,6 +525,7 @@ func TestPlainImage(t *testing.T) {
 		}
 		parent = name
 	}
+	counted(t, s, PathPlain, api.CodeUnavailable)
 	if len(f.asked) != 1 {
 		t.Errorf("the node was asked %d times for an image that it cannot have, want once: %q", len(f.asked), f.asked)
 	}

@@ -43,6 +43,8 @@ type record struct {
 	// Layer and DiffID are what materialising it takes.
 	Layer  ocispec.Descriptor `json:"layer"`
 	DiffID digest.Digest      `json:"diff_id"`
+	// Full: every byte of the image was here already when containerd asked for it.
+	Full bool `json:"full,omitempty"`
 	// Size and Inodes are what it takes on the disk since it was unpacked.
 	Size   int64 `json:"size,omitempty"`
 	Inodes int64 `json:"inodes,omitempty"`
@@ -51,6 +53,17 @@ type record struct {
 }
 
 const recordVersion = 1
+
+// path says how the image came, and why that way, for people.
+func (r *record) path() (path, why string) {
+	switch {
+	case r.Role == roleUnpacked:
+		return PathPlain, "it became the parent of something that is not in the image"
+	case r.Full:
+		return PathFull, "every byte of the image was here before containerd asked for it"
+	}
+	return PathLazy, "its server sends it as a bundle"
+}
 
 func (s *Snapshotter) dir(id string) string   { return filepath.Join(s.opts.Dir, "snapshots", id) }
 func (s *Snapshotter) fsDir(id string) string { return filepath.Join(s.dir(id), "fs") }

@@ -61,6 +61,7 @@ import (
 	"github.com/containerd/errdefs"
 	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+	"github.com/prometheus/client_golang/prometheus"
 
 	"hydrofoil.dev/foil/internal/worker/node"
 )
@@ -100,9 +101,9 @@ type Options struct {
 // Labels of snapshots, for people: `ctr snapshots info` shows them. Nothing relies
 // on them but on the last.
 const (
-	// LabelPath is how the image came: PathLazy or PathPlain.
+	// LabelPath is how the image came: PathLazy, PathFull or PathPlain.
 	LabelPath = "hydrofoil.dev/path"
-	// LabelReason says why it came the plain way.
+	// LabelReason says why it came that way.
 	LabelReason = "hydrofoil.dev/reason"
 	// LabelImage is the name by which the node knows the image.
 	LabelImage = "hydrofoil.dev/image"
@@ -111,8 +112,9 @@ const (
 	// LabelOwners of a snapshot says ownersChanged: see Commit.
 	LabelOwners = "hydrofoil.dev/owners"
 
-	PathLazy  = "lazy"
-	PathPlain = "plain"
+	PathLazy  = "lazy"  // containers can start while its bytes come
+	PathFull  = "full"  // every byte was here already: nothing is waited for
+	PathPlain = "plain" // containerd fetches and unpacks it
 
 	ownersChanged = "changed"
 )
@@ -134,6 +136,9 @@ type Snapshotter struct {
 	pulls   map[string]*pulled // by the image's name, while containerd pulls it
 	refused map[string]refusal // images that lately could not be had, by name
 	closed  bool
+
+	paths    *prometheus.CounterVec // path, reason
+	unpacked prometheus.Counter
 }
 
 var (
@@ -162,7 +167,9 @@ func Open(ctx context.Context, opts Options) (_ *Snapshotter, err error) {
 			return nil, err
 		}
 	}
-	s := &Snapshotter{opts: opts, log: opts.Logger, records: make(map[string]*record), pulls: make(map[string]*pulled), refused: make(map[string]refusal)}
+	s := &Snapshotter{opts: opts, log: opts.Logger, records: make(map[string]*record), pulls: make(map[string]*pulled), refused: make(map[string]refusal), paths: newPaths()}
+	s.unpacked = prometheus.NewCounter(prometheus.CounterOpts{Name: "foil_node_unpacked_layers_total",
+		Help: "Layers of lazy images that were fetched and unpacked after all, because something that is not in the image is made on them."})
 	if s.meta, err = storage.NewMetaStore(filepath.Join(opts.Dir, "metadata.db")); err != nil {
 		return nil, err
 	}
@@ -250,10 +257,8 @@ func (s *Snapshotter) labelled(info snapshots.Info) snapshots.Info {
 	if labels == nil {
 		labels = make(map[string]string)
 	}
-	labels[LabelPath], labels[LabelImage], labels[LabelRole] = PathLazy, r.Image, r.Role
-	if r.Role == roleUnpacked {
-		labels[LabelPath], labels[LabelReason] = PathPlain, "it became the parent of something that is not in the image"
-	}
+	labels[LabelPath], labels[LabelReason] = r.path()
+	labels[LabelImage], labels[LabelRole] = r.Image, r.Role
 	info.Labels = labels
 	return info
 }

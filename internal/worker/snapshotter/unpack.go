@@ -107,6 +107,7 @@ func (s *Snapshotter) unpackLayer(ctx context.Context, r *record) error {
 	if err := writeDurably(s.lazy(r.ID), b); err != nil {
 		return err
 	}
+	s.unpacked.Inc()
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.records[r.ID] == r {
