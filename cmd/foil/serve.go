@@ -1,12 +1,15 @@
 package main
 
 import (
+	"context"
 	"errors"
 	"log/slog"
 	"time"
 
 	"github.com/spf13/cobra"
+	"golang.org/x/sync/errgroup"
 
+	"hydrofoil.dev/foil/internal/metrics"
 	"hydrofoil.dev/foil/internal/server/serve"
 	"hydrofoil.dev/foil/internal/server/upstream"
 )
@@ -14,6 +17,7 @@ import (
 func newServeCommand() *cobra.Command {
 	var opts serve.Options
 	var level slog.Level
+	var metricsAt string
 	cmd := &cobra.Command{
 		Use:   "serve",
 		Short: "Run a registry that also serves images as bundles",
@@ -30,6 +34,8 @@ plainly; tags are looked up there. What is here is served when the upstream is
 down. Pushes go to the upstream; its notifications, sent to
 ` + upstream.WebhookPath + `, have an image ingested before anybody asks.
 Everybody who reaches the accelerator may pull what its credentials may.
+
+--metrics-listen serves metrics to Prometheus; docs/metrics.md lists them.
 
 An interrupt or SIGTERM ends it: requests under way have the grace period to
 finish. Whatever was acknowledged before is on disk, however it ends.`,
@@ -50,10 +56,22 @@ finish. Whatever was acknowledged before is on disk, however it ends.`,
 					return usagef("%v", err)
 				}
 			}
+			if err := checkMetrics(metricsAt); err != nil {
+				return err
+			}
 			opts.Log = slog.New(slog.NewTextHandler(cmd.ErrOrStderr(), &slog.HandlerOptions{Level: level}))
 			s, err := serve.Start(cmd.Context(), opts)
 			if err != nil {
 				return err
+			}
+			var all errgroup.Group
+			ctx, end := context.WithCancel(cmd.Context())
+			defer func() {
+				end()
+				_ = all.Wait()
+			}()
+			if metricsAt != metrics.Off {
+				serveMetrics(ctx, &all, metricsAt, opts.Log, s.Metrics())
 			}
 			ended := make(chan error, 1)
 			go func() { ended <- s.Wait() }()
@@ -78,6 +96,7 @@ finish. Whatever was acknowledged before is on disk, however it ends.`,
 	flags.DurationVar(&opts.Upstream.TagTimeout, "upstream-tag-timeout", 5*time.Second, "how long the upstream has to answer about a tag that is here, before it is served as it was")
 	flags.DurationVar(&opts.Grace, "grace", 10*time.Second, "how long requests may go on when the server is told to end")
 	flags.TextVar(&level, "log-level", slog.LevelInfo, "least `LEVEL` to log: debug, info, warn or error")
+	metricsFlag(cmd, &metricsAt)
 	configurable(cmd)
 	return cmd
 }

@@ -25,9 +25,11 @@ import (
 	"time"
 
 	"github.com/opencontainers/go-digest"
+	"github.com/prometheus/client_golang/prometheus"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/format/trace"
+	"hydrofoil.dev/foil/internal/metrics"
 	"hydrofoil.dev/foil/internal/server/cache"
 	"hydrofoil.dev/foil/internal/server/catalog"
 	"hydrofoil.dev/foil/internal/server/objects"
@@ -68,6 +70,7 @@ type Handler struct {
 	frames  source
 	sets    *startup.Sets
 	mux     *http.ServeMux
+	results *prometheus.CounterVec
 
 	mu       sync.Mutex
 	suspects map[digest.Digest]bool // guarded by mu: chain IDs to repair before they are served again
@@ -89,6 +92,9 @@ func New(o Options) *Handler {
 		indices: cache.New(o.Memory*5/8, (*planner.Index).Memory),
 		frames:  source{o.Objects, cache.New(o.Memory/8, func(b []byte) int64 { return int64(cap(b)) + 1024 })},
 		orders:  cache.New(o.Memory/8, func(x planner.Order) int64 { return int64(4*len(x)) + 1024 }),
+		results: metrics.Counters(prometheus.CounterOpts{Name: "foil_serve_bundles_total",
+			Help: "Bundles that were asked for: sent to their end, refused (no such image, or not for bundles), failed, or cut off by the worker or the link, which resume."},
+			[]string{"result"}, metrics.Each(resultSent, resultRefused, resultFailed, resultCut)...),
 	}
 	h.sets = startup.New(startup.Options{
 		Catalog: o.Catalog, Objects: o.Objects, Load: h.loadTOC, Max: o.StartupMax, Memory: o.Memory / 8, Log: o.Log,
@@ -100,6 +106,28 @@ func New(o Options) *Handler {
 	h.mux.HandleFunc("POST "+bundle.PromotePath, h.promote)
 	h.mux.HandleFunc("POST "+bundle.WarmPath, h.warm)
 	return h
+}
+
+// How requests for a bundle end.
+const (
+	resultSent    = "sent"
+	resultRefused = "refused"
+	resultFailed  = "failed"
+	resultCut     = "cut"
+)
+
+// refused is how one ended that fails with e.
+func refused(e *bundle.Error) string {
+	if statuses[e.Code] >= 500 {
+		return resultFailed
+	}
+	return resultRefused
+}
+
+// Metrics returns what tells of bundles.
+func (h *Handler) Metrics() prometheus.Collector {
+	return metrics.Collectors{h.results, prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "foil_serve_bundles_running",
+		Help: "Bundles that are being sent."}, func() float64 { return float64(h.streams.count()) })}
 }
 
 // Close ends what goes on in the background and waits for it. Requests must have
@@ -143,20 +171,26 @@ func (h *Handler) promote(w http.ResponseWriter, r *http.Request) {
 
 func (h *Handler) pull(w http.ResponseWriter, r *http.Request) {
 	ctx := r.Context()
+	result := resultCut
+	defer func() { h.results.WithLabelValues(result).Inc() }()
+	fail := func(err error, about string) {
+		result = refused(wireError(err, about))
+		writeError(w, h.log, err, about)
+	}
 	b, err := h.body(w, r, bundle.MaxRequest)
 	if err != nil {
-		writeError(w, h.log, err, "")
+		fail(err, "")
 		return
 	}
 	req, err := bundle.DecodeRequest(b)
 	if err != nil {
-		writeError(w, h.log, &bundle.Error{Code: bundle.CodeInvalid, Message: err.Error()}, "")
+		fail(&bundle.Error{Code: bundle.CodeInvalid, Message: err.Error()}, "")
 		return
 	}
 	images := make([]*Resolved, len(req.Images))
 	for i, want := range req.Images {
 		if images[i], err = resolve(ctx, h.o.Catalog, h.o.Objects, want); err != nil {
-			writeError(w, h.log, err, ref(want.Repository, want.Reference))
+			fail(err, ref(want.Repository, want.Reference))
 			return
 		}
 	}
@@ -180,8 +214,11 @@ func (h *Handler) pull(w http.ResponseWriter, r *http.Request) {
 		if statuses[e.Code] >= 500 {
 			h.log.Error("bundle failed", "image", s.about, "error", err)
 		}
+		result = refused(e)
 		_ = out.Error(e) // nobody is there if this fails
+		return
 	}
+	result = resultSent
 }
 
 // pull is one bundle under way.

@@ -47,6 +47,12 @@ func (s *streams) remove(id string) {
 	delete(s.m, id)
 }
 
+func (s *streams) count() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return len(s.m)
+}
+
 func (s *streams) find(id string) *queue {
 	s.mu.Lock()
 	defer s.mu.Unlock()

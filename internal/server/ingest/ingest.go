@@ -45,6 +45,7 @@ import (
 	"io"
 	"runtime"
 	"sync"
+	"time"
 
 	"github.com/opencontainers/go-digest"
 	"golang.org/x/sync/errgroup"
@@ -81,6 +82,8 @@ type Ingester struct {
 	Objects objects.Store
 	Catalog catalog.Dedup
 	Options Options
+	// Metrics counts what is done; nil: nobody counts.
+	Metrics *Metrics
 
 	flights flights
 	once    sync.Once
@@ -136,16 +139,21 @@ func (g *Ingester) layer(ctx context.Context, d Descriptor) (catalog.Layer, erro
 	if row, err := g.Catalog.Layer(ctx, d.Digest); !errors.Is(err, catalog.ErrNotFound) {
 		return row, err
 	}
+	begin, result := time.Now(), failed
+	defer func() { g.Metrics.layer(result, time.Since(begin).Seconds()) }()
 	row, err := g.ingest(ctx, d)
-	var refused *layer.RefusedError
+	var refusal *layer.RefusedError
 	switch {
-	case errors.As(err, &refused):
-		row = catalog.Layer{Blob: d.Digest, Refused: refused.Detail()}
+	case errors.As(err, &refusal):
+		row = catalog.Layer{Blob: d.Digest, Refused: refusal.Detail()}
 	case err != nil:
 		return catalog.Layer{}, fmt.Errorf("ingest layer %s: %w", d.Digest, err)
 	}
 	if err := g.Catalog.PutLayer(ctx, row); err != nil {
 		return catalog.Layer{}, fmt.Errorf("ingest layer %s: %w", d.Digest, err)
+	}
+	if result = ingested; refusal != nil {
+		result = refused
 	}
 	return row, nil
 }
@@ -200,7 +208,11 @@ func (g *Ingester) ingest(ctx context.Context, d Descriptor) (row catalog.Layer,
 	if err := object.Commit(); err != nil {
 		return row, fmt.Errorf("commit entry list %s: %w", key, err)
 	}
-	return row, packs.Publish()
+	if err := packs.Publish(); err != nil {
+		return row, err
+	}
+	g.Metrics.stored(packs.Stats())
+	return row, nil
 }
 
 // read takes the blob apart: segments to packs, entries to list.
@@ -348,6 +360,7 @@ func (g *Ingester) flattenAnew(ctx context.Context, rows []catalog.Layer) (catal
 	if err := g.Catalog.PutRootfs(ctx, r); err != nil {
 		return catalog.Rootfs{}, fmt.Errorf("record rootfs %s: %w", chain, err)
 	}
+	g.Metrics.flattened()
 	return r, nil
 }
 

@@ -7,9 +7,9 @@ import (
 	"time"
 )
 
-// logRequests writes one line for each request when it has ended; those that
+// logRequests counts requests, and writes one line for each when it has ended; those that
 // ask whether the server lives are worth one only when debugging.
-func logRequests(log *slog.Logger, next http.Handler) http.Handler {
+func logRequests(log *slog.Logger, m *requestMetrics, next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		level := slog.LevelInfo
 		if req.URL.Path == "/healthz" {
@@ -17,12 +17,13 @@ func logRequests(log *slog.Logger, next http.Handler) http.Handler {
 		}
 		start := time.Now()
 		rec := &recorder{ResponseWriter: w}
-		ended := false
+		ended, end := false, m.begin(req)
 		defer func() {
 			status := any(rec.status)
 			if !ended {
-				status = "aborted"
+				status = aborted
 			}
+			end(rec.status, rec.bytes, ended)
 			log.Log(req.Context(), level, "request", "method", req.Method, "path", req.URL.Path,
 				"status", status, "bytes", rec.bytes, "took", time.Since(start).Round(time.Microsecond),
 				"protocol", req.Proto, "client", req.RemoteAddr)

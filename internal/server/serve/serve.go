@@ -30,6 +30,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	format "hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/metrics"
 	"hydrofoil.dev/foil/internal/server/bundles"
 	"hydrofoil.dev/foil/internal/server/catalog"
 	"hydrofoil.dev/foil/internal/server/catalog/sqlite"
@@ -70,7 +71,8 @@ type Server struct {
 	listener net.Listener
 	http     *http.Server
 	handler  http.Handler
-	closers  []func() error // what is open, in the order of opening
+	metrics  metrics.Collectors // set by open
+	closers  []func() error     // what is open, in the order of opening
 
 	closeOnce sync.Once
 	closeErr  error
@@ -158,7 +160,7 @@ func (s *Server) open(ctx context.Context) error {
 		s.closers = append(s.closers, front.Close)
 		store, cat = front.Store(), front.Catalog()
 	}
-	ingester := &ingest.Ingester{Objects: store, Catalog: cat}
+	ingester := &ingest.Ingester{Objects: store, Catalog: cat, Metrics: ingest.NewMetrics()}
 	if front != nil {
 		ingester.Options.Parallel = upstream.Parallel
 	}
@@ -210,7 +212,12 @@ func (s *Server) open(ctx context.Context) error {
 		}
 		fmt.Fprintln(w, "ok")
 	})
-	s.handler = logRequests(s.log, mux)
+	requests := newRequestMetrics()
+	s.metrics = append(requests.all(), ingester.Metrics, bundle.Metrics(), queue.metrics())
+	if front != nil {
+		s.metrics = append(s.metrics, front.Metrics())
+	}
+	s.handler = logRequests(s.log, requests, mux)
 	return nil
 }
 

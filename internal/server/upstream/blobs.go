@@ -300,6 +300,7 @@ func (w *download) part(ctx context.Context, repo string, h hash.Hash) error {
 				at += int64(len(b))
 				offset = at
 				w.grow(int64(len(b)))
+				w.a.client.metrics.received.Add(float64(len(b)))
 			}
 		}
 		if err == io.EOF {

@@ -58,6 +58,7 @@ func (c Catalog) Tag(ctx context.Context, repo, tag string) (digest.Digest, erro
 		err = a.client.failed(waiting, "manifest "+nameOf(repo, tag), waiting.Err())
 	}
 	if here && bridged(err) {
+		a.client.metrics.bridged.Inc()
 		a.log.Warn("upstream does not answer: a tag is served as it was", "repository", repo, "tag", tag, "manifest", local, "error", err)
 		return local, nil
 	}

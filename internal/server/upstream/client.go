@@ -30,11 +30,12 @@ import (
 // client speaks the distribution API to the upstream. Its methods try again
 // what may be over soon.
 type client struct {
-	base   *url.URL
-	prefix string
-	http   *http.Client
-	creds  func(host string) (user, secret string, err error)
-	pause  time.Duration
+	base    *url.URL
+	prefix  string
+	http    *http.Client
+	creds   func(host string) (user, secret string, err error)
+	pause   time.Duration
+	metrics *accelerated
 
 	mu         sync.Mutex
 	authorizer docker.Authorizer // guarded by mu; replaced when it fails
@@ -70,7 +71,7 @@ func newClient(o Options) (*client, error) {
 		}
 	}
 	dialer := &net.Dialer{Timeout: 10 * time.Second, KeepAlive: 15 * time.Second}
-	c := &client{base: base, prefix: prefix, pause: o.Pause, creds: credentialsOf(o.Auth)}
+	c := &client{base: base, prefix: prefix, pause: o.Pause, creds: credentialsOf(o.Auth), metrics: newMetrics()}
 	c.http = &http.Client{
 		Transport: &http.Transport{
 			Proxy:                 http.ProxyFromEnvironment,
@@ -122,6 +123,12 @@ func (c *client) repository(repo string) string {
 // do sends one request, authorized, and returns an answer of 2xx or 304.
 // path is what follows /v2/; scope what the request needs to be allowed.
 func (c *client) do(ctx context.Context, what, method, path, scope string, header http.Header) (*http.Response, error) {
+	resp, err := c.ask(ctx, what, method, path, scope, header)
+	c.metrics.request(ctx, err)
+	return resp, err
+}
+
+func (c *client) ask(ctx context.Context, what, method, path, scope string, header http.Header) (*http.Response, error) {
 	if scope != "" {
 		ctx = docker.WithScope(ctx, scope)
 	}

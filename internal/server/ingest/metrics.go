@@ -1,0 +1,75 @@
+package ingest
+
+import (
+	"github.com/prometheus/client_golang/prometheus"
+
+	"hydrofoil.dev/foil/internal/metrics"
+	"hydrofoil.dev/foil/internal/server/dedup"
+)
+
+// Metrics counts what an Ingester does.
+type Metrics struct {
+	metrics.Collectors
+	layers   *prometheus.CounterVec
+	seconds  prometheus.Histogram
+	rootfs   prometheus.Counter
+	bytes    *prometheus.CounterVec
+	segments *prometheus.CounterVec
+}
+
+// What became of a layer, and of a segment.
+const (
+	ingested = "ingested"
+	refused  = "refused"
+	failed   = "failed"
+
+	isNew = "new"
+	known = "known"
+)
+
+// NewMetrics returns Metrics that count from 0.
+func NewMetrics() *Metrics {
+	m := &Metrics{
+		layers: metrics.Counters(prometheus.CounterOpts{Name: "foil_serve_ingest_layers_total",
+			Help: "Layers that were looked at for bundles: ingested, refused (plain clients can pull them), or failed, to be tried again."},
+			[]string{"result"}, metrics.Each(ingested, refused, failed)...),
+		seconds: prometheus.NewHistogram(prometheus.HistogramOpts{Name: "foil_serve_ingest_layer_seconds",
+			Help: "How long a layer took, with its download from an upstream.", Buckets: []float64{.01, .05, .1, .5, 1, 5, 10, 30, 60, 300}}),
+		rootfs: prometheus.NewCounter(prometheus.CounterOpts{Name: "foil_serve_ingest_rootfs_total", Help: "Tables of contents that were made of ingested layers."}),
+		bytes: metrics.Counters(prometheus.CounterOpts{Name: "foil_serve_ingest_bytes_total",
+			Help: "Bytes of contents in ingested layers, repetitions within a layer left out: new, and stored, or known from other layers. The share of known is what deduplication saves."},
+			[]string{"segments"}, metrics.Each(isNew, known)...),
+		segments: metrics.Counters(prometheus.CounterOpts{Name: "foil_serve_ingest_segments_total",
+			Help: "The same in segments."},
+			[]string{"segments"}, metrics.Each(isNew, known)...),
+	}
+	m.Collectors = metrics.Collectors{m.layers, m.seconds, m.rootfs, m.bytes, m.segments}
+	return m
+}
+
+// layer counts one.
+func (m *Metrics) layer(result string, seconds float64) {
+	if m == nil {
+		return
+	}
+	m.layers.WithLabelValues(result).Inc()
+	m.seconds.Observe(seconds)
+}
+
+// stored counts what the store made of a layer's segments.
+func (m *Metrics) stored(s dedup.Stats) {
+	if m == nil {
+		return
+	}
+	m.bytes.WithLabelValues(isNew).Add(float64(s.NewBytes))
+	m.bytes.WithLabelValues(known).Add(float64(max(0, s.Bytes-s.NewBytes)))
+	m.segments.WithLabelValues(isNew).Add(float64(s.NewSegments))
+	m.segments.WithLabelValues(known).Add(float64(max(0, s.Segments-s.NewSegments)))
+}
+
+// flattened counts a rootfs.
+func (m *Metrics) flattened() {
+	if m != nil {
+		m.rootfs.Inc()
+	}
+}
