@@ -44,6 +44,10 @@ type Request struct {
 	// Have lists the rootfs the worker holds, wholly or in part. The server
 	// sends no segment that one of them has.
 	Have []Have `json:"have,omitempty"`
+	// Ahead is the Hello section's stream ID of another stream of this worker's:
+	// what was not promoted of that waits while the startup sets of this one are sent. One
+	// that has ended, or is not known, is none.
+	Ahead string `json:"ahead,omitempty"`
 }
 
 // ImageRequest is one image wanted.
@@ -56,7 +60,8 @@ type ImageRequest struct {
 	// architecture.
 	Platform *ocispec.Platform `json:"platform,omitempty"`
 	// Header, when true, ends the stream after the plan of no frames: only
-	// manifest, config and TOC are wanted.
+	// manifest, config and TOC are wanted, and the startup set if Startup says so:
+	// that is how a service joins the pull of an image that runs.
 	Header bool `json:"header,omitempty"`
 	// Startup, when true, asks for the startup set of the service that Service
 	// names, right after the headers.

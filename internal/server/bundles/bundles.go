@@ -9,7 +9,10 @@
 // that were asked for are sent, as far as the worker lacks them, while the plan
 // of the rest is made; the plan is sent; the frames are read from their packs and
 // sent, two runs ahead of the network. What fails now is an Error section. A
-// promotion finds the stream by its ID and changes what is read next.
+// promotion finds the stream by its ID and changes what is read next. The startup
+// set of a service that joins a pull comes in a stream of its own, which goes ahead
+// of the first (bundle.Request.Ahead): that sends nothing but promoted frames
+// meanwhile.
 package bundles
 
 import (
@@ -253,11 +256,22 @@ func (p *pull) run(ctx context.Context, id string) error {
 	if err != nil {
 		return err
 	}
-	here, err := p.have(ctx, d, wants)
+	// Nothing is missing of an image of which only the header is wanted; but of its
+	// startup set there may be.
+	alone := make([]*planner.Difference, len(wants))
+	for i, w := range wants {
+		if !w.Header || !p.req.Images[i].Startup {
+			continue
+		}
+		if alone[i], err = planner.NewDifference([]planner.Want{{Index: w.Index}}); err != nil {
+			return err
+		}
+	}
+	here, err := p.have(ctx, d, alone, wants)
 	if err != nil {
 		return err
 	}
-	sets, deliveries := p.startup(ctx, d, wants, here)
+	sets, deliveries := p.startup(ctx, d, alone, wants, here)
 
 	// The plan is made while pages are on their way.
 	planning, cancel := context.WithCancel(ctx)
@@ -284,7 +298,13 @@ func (p *pull) run(ctx context.Context, id string) error {
 		}
 		done <- planned{Plan: d.Plan()}
 	}()
-	err = p.pages(ctx, wants, deliveries)
+	if ahead := p.h.streams.find(p.req.Ahead); ahead != nil && ahead != p.queue {
+		ahead.pause()
+		err = p.pages(ctx, wants, deliveries)
+		ahead.resume()
+	} else {
+		err = p.pages(ctx, wants, deliveries)
+	}
 	if err != nil {
 		cancel()
 	}
@@ -339,7 +359,7 @@ func (p *pull) header(ctx context.Context, i int, m *Resolved) (*planner.Index, 
 
 // have takes away what the worker has, one rootfs after the other, so that not
 // all of them need to be in memory. It returns the pages that are here of each want, merged.
-func (p *pull) have(ctx context.Context, d *planner.Difference, wants []planner.Want) ([][]trace.Run, error) {
+func (p *pull) have(ctx context.Context, d *planner.Difference, alone []*planner.Difference, wants []planner.Want) ([][]trace.Run, error) {
 	pages := make([][]trace.Run, len(wants))
 	for _, have := range p.req.Have {
 		r, err := p.h.o.Catalog.Rootfs(ctx, have.ChainID)
@@ -359,6 +379,11 @@ func (p *pull) have(ctx context.Context, d *planner.Difference, wants []planner.
 			continue
 		}
 		d.Have(x, have.Present)
+		for _, one := range alone {
+			if one != nil {
+				one.Have(x, have.Present)
+			}
+		}
 		if len(have.Pages) == 0 {
 			continue
 		}
@@ -370,7 +395,7 @@ func (p *pull) have(ctx context.Context, d *planner.Difference, wants []planner.
 			return nil, &bundle.Error{Code: bundle.CodeInvalid, Message: fmt.Sprintf("pages of rootfs %s: %v, %d bytes too many", have.ChainID, err, len(rest))}
 		}
 		for i, w := range wants {
-			if w.Index.TOC() == r.TOC && !w.Header {
+			if w.Index.TOC() == r.TOC && (!w.Header || alone[i] != nil) {
 				pages[i] = trace.Merge(append(pages[i], runs...))
 			}
 		}

@@ -22,18 +22,23 @@ import (
 )
 
 // startup finds the set of each image, and selects what the worker lacks of
-// those it asked for; here are the pages it has, by image. What these bring is
-// left out of the plan. Sets only make a pull faster: it goes on without one that
-// cannot be had.
-func (p *pull) startup(ctx context.Context, d *planner.Difference, wants []planner.Want, here [][]trace.Run) ([]*startup.Set, []*startup.Delivery) {
+// those it asked for: by d, or by its place in alone. here are the pages it has, by
+// image. What these bring is left out of the plan. Sets only make a pull faster: it goes
+// on without one that cannot be had.
+func (p *pull) startup(ctx context.Context, d *planner.Difference, alone []*planner.Difference, wants []planner.Want, here [][]trace.Run) ([]*startup.Set, []*startup.Delivery) {
 	sets := make([]*startup.Set, len(wants))
 	deliveries := make([]*startup.Delivery, len(wants))
 	arrive := make([][]trace.Run, len(wants))
 	for i, m := range p.images {
-		if wants[i].Header {
+		lacks := func(r trace.Run) bool { return d.Lacks(i, r) }
+		switch {
+		case alone[i] != nil:
+			lacks = func(r trace.Run) bool { return alone[i].Lacks(0, r) }
+		case wants[i].Header:
 			continue
+		default:
+			arrive[i] = here[i]
 		}
-		arrive[i] = here[i]
 		args := p.req.Images[i].Service(m.Image.Config)
 		x := wants[i].Index
 		set, err := p.h.sets.Find(ctx, m.startupImage(x.TOC()), args, x.Table())
@@ -48,10 +53,12 @@ func (p *pull) startup(ctx context.Context, d *planner.Difference, wants []plann
 			continue
 		}
 		deliveries[i] = set.Select(x.Table(), func(r trace.Run) bool {
-			return !trace.Contains(here[i], r) && d.Lacks(i, r)
+			return !trace.Contains(here[i], r) && lacks(r)
 		})
 		deliveries[i].Wire.Index = i
-		arrive[i] = slices.Concat(here[i], deliveries[i].Wire.Runs)
+		if !wants[i].Header {
+			arrive[i] = slices.Concat(here[i], deliveries[i].Wire.Runs)
+		}
 	}
 	d.Arrive(arrive)
 	return sets, deliveries

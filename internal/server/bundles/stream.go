@@ -66,6 +66,8 @@ type queue struct {
 	taken    []bool           // guarded by mu, by frame
 	next     int              // guarded by mu: no frame before it is left
 	promoted []uint32         // guarded by mu: to be sent first, some taken
+	paused   int              // guarded by mu: streams that go ahead of this one
+	changed  chan struct{}    // guarded by mu: closed when paused or promoted change; nil: nobody waits
 }
 
 // start gives the queue its frames.
@@ -91,6 +93,50 @@ func (q *queue) promote(frames []uint32) {
 		}
 	}
 	q.promoted = promoted
+	q.change()
+}
+
+// pause keeps back what is not promoted until resume is called as often.
+func (q *queue) pause() {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.paused++
+}
+
+func (q *queue) resume() {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.paused--
+	q.change()
+}
+
+// change wakes who waits. Called with mu held.
+func (q *queue) change() {
+	if q.changed != nil {
+		close(q.changed)
+		q.changed = nil
+	}
+}
+
+// wait waits until something may be taken, or ctx ends.
+func (q *queue) wait(ctx context.Context) error {
+	for {
+		q.mu.Lock()
+		if q.paused == 0 || len(q.promoted) > 0 {
+			q.mu.Unlock()
+			return nil
+		}
+		if q.changed == nil {
+			q.changed = make(chan struct{})
+		}
+		changed := q.changed
+		q.mu.Unlock()
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
 }
 
 // take returns the next frames that lie one after the other in one pack, or one
@@ -194,6 +240,9 @@ func (q *queue) read(ctx context.Context, from source, direct bool, out chan<- *
 		select {
 		case c = <-free:
 		case <-ctx.Done():
+			return
+		}
+		if q.wait(ctx) != nil {
 			return
 		}
 		if c.frames = q.take(c.frames); len(c.frames) == 0 {

@@ -9,7 +9,8 @@
 // out an arena; the plan is turned into "which frame holds this segment"; a
 // frame goes to one of GOMAXPROCS workers, which decodes it and hands each of its segments to
 // Arena.WriteSegment. A startup set comes before the plan: its frames go to the same workers,
-// and each page run to Arena.WriteRun. Bytes are verified, written and
+// and each page run to Arena.WriteRun; that of a service that joins the pull comes in a
+// stream of its own (join.go). Bytes are verified, written and
 // marked in these two places only. Every few seconds, and at the end, arenas are synced.
 //
 // Open is called between two sections and nothing is read meanwhile; what
@@ -93,6 +94,11 @@ type Options struct {
 	// without it being promoted; 0 means 256 KiB, less than 0 none.
 	PromoteBeyond int64
 
+	// JoinPatience is how long reads wait for the server to say which pages of a
+	// service that has joined will come, before what they wait for is promoted; 0
+	// means 1 second.
+	JoinPatience time.Duration
+
 	Logger *slog.Logger // nil means none
 }
 
@@ -114,6 +120,9 @@ func (o *Options) defaults() {
 	}
 	if o.SyncBytes == 0 {
 		o.SyncBytes = 64 << 20
+	}
+	if o.JoinPatience == 0 {
+		o.JoinPatience = time.Second
 	}
 	if o.PromoteBeyond == 0 {
 		o.PromoteBeyond = 256 << 10
@@ -180,6 +189,14 @@ type Pull struct {
 	origin   string                // of the first startup set
 	waits    waits
 	promoter promoter
+	joins    []*join
+	over     bool // nobody joins any more
+
+	planned  chan struct{} // closed when the first plan, and what came before it, is here
+	planOnce sync.Once
+	joining  sync.WaitGroup // the joins' goroutines
+	joinCtx  context.Context
+	leave    context.CancelFunc // ends joinCtx
 }
 
 // target is one image that was opened.
@@ -218,6 +235,7 @@ func newPull(ctx context.Context, opts Options) *Pull {
 		done:     make(chan struct{}),
 		jobs:     make(chan job),
 		released: make(chan struct{}),
+		planned:  make(chan struct{}),
 		room:     semaphore.NewWeighted(inFlight),
 		kick:     make(chan struct{}, 1),
 		images:   slices.Clone(opts.Request.Images),
@@ -225,6 +243,7 @@ func newPull(ctx context.Context, opts Options) *Pull {
 		wanted:   make(map[*reading]struct{}),
 		damaged:  make(map[segment.ID]int),
 	}
+	p.joinCtx, p.leave = context.WithCancel(ctx)
 	p.promoter.init(p)
 	return p
 }
@@ -251,6 +270,7 @@ func (p *Pull) run() {
 	p.work.Go(p.syncer)
 	p.work.Go(p.promoter.run)
 	err := p.streams()
+	p.endJoins()
 	close(p.jobs)
 	if err == nil {
 		err = context.Cause(p.ctx) // a worker may have failed with the last frame

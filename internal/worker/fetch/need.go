@@ -39,8 +39,9 @@ func (p *Pull) Need(ctx context.Context, a *arena.Arena, off, n int64) error {
 	r := &reading{a, off, n}
 	p.mu.Lock()
 	p.wanted[r] = struct{}{}
-	promoted := p.current != nil && p.current.wantAll(r)
-	if p.current != nil {
+	promoted := false
+	if p.current != nil && !p.brings(r) {
+		promoted = p.current.wantAll(r)
 		p.Release() // it is not in a startup set, or was damaged
 	}
 	p.mu.Unlock()

@@ -44,8 +44,10 @@ type image struct {
 	bundle.Image
 	toc  *toc.TOC
 	data map[segment.ID][]byte
-	// startup is the startup set of every service, a frame each.
-	startup [][]trace.Run
+	// startup is the startup set of every service, a frame each, but of those in
+	// services, by their first argument.
+	startup  [][]trace.Run
+	services map[string][][]trace.Run
 }
 
 // content returns the bytes of a content.
@@ -263,6 +265,9 @@ func (s *server) pull(w http.ResponseWriter, r *http.Request) {
 		out.Flush()
 		sc.early()
 	}
+	if req.Images[0].Header {
+		images = nil
+	}
 	plan, frames := s.plan(images, req, leave)
 	if sc.plan != nil {
 		sc.plan(plan)
@@ -350,7 +355,11 @@ func (s *server) startup(out *bundle.Writer, index int, m *image, req *bundle.Re
 	set := &bundle.Startup{Index: index, Origin: bundle.OriginTraced}
 	var frames [][]byte
 	lie := sc.lie
-	for _, runs := range m.startup {
+	all := m.startup
+	if args := req.Images[index].Args; len(args) > 0 && m.services[args[0]] != nil {
+		all = m.services[args[0]]
+	}
+	for _, runs := range all {
 		f := bundle.StartupFrame{First: uint32(len(set.Runs))}
 		var raw []byte
 		for _, r := range runs {
@@ -393,6 +402,7 @@ func (s *server) startup(out *bundle.Writer, index int, m *image, req *bundle.Re
 		set.Frames, frames = append(set.Frames, f), append(frames, data)
 	}
 	out.Startup(set, m.toc)
+	out.Flush()
 	for i, data := range frames {
 		if sc.pages != nil {
 			data = sc.pages(i, data)

@@ -28,15 +28,9 @@ func (s *stream) startup(ctx context.Context, v *bundle.Startup) error {
 		p.origin = v.Origin
 	}
 	p.mu.Unlock()
-	if err := p.needTOC(ctx, t); err != nil {
+	taken, err := p.take(ctx, t, v)
+	if err != nil {
 		return err
-	}
-	if err := v.Resolve(t.toc); err != nil {
-		return err
-	}
-	taken := &set{Startup: v, arena: t.arena, contents: make([]toc.Content, len(v.Runs))}
-	for i, r := range v.Runs {
-		taken.contents[i] = t.toc.Contents[r.Content]
 	}
 	if s.sets == nil {
 		s.sets = make(map[int]*set)
@@ -45,6 +39,21 @@ func (s *stream) startup(ctx context.Context, v *bundle.Startup) error {
 	p.pagesTotal.Add(v.ContentBytes())
 	s.sets[v.Index] = taken
 	return nil
+}
+
+// take checks a startup set of a target.
+func (p *Pull) take(ctx context.Context, t *target, v *bundle.Startup) (*set, error) {
+	if err := p.needTOC(ctx, t); err != nil {
+		return nil, err
+	}
+	if err := v.Resolve(t.toc); err != nil {
+		return nil, err
+	}
+	taken := &set{Startup: v, arena: t.arena, contents: make([]toc.Content, len(v.Runs))}
+	for i, r := range v.Runs {
+		taken.contents[i] = t.toc.Contents[r.Content]
+	}
+	return taken, nil
 }
 
 // writePages writes one frame of a startup set. It returns raw, which it may

@@ -334,10 +334,8 @@ func (s *stream) planned(ctx context.Context, plan *bundle.Plan) error {
 	}
 	s.state = make([]frameState, len(plan.Frames))
 	p.current = s
-	for r := range p.wanted {
-		s.wantAll(r)
-		p.Release()
-	}
+	p.planOnce.Do(func() { close(p.planned) })
+	p.promoteWaiting()
 	return nil
 }
 
