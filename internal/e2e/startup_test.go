@@ -191,3 +191,76 @@ func TestStartupSetDaemonKilled(t *testing.T) {
 		t.Errorf("the mount has no read-ahead: %v", err)
 	}
 }
+
+// second is another service of the image: it reads what the first one reads, and
+// twenty files more.
+var second = []string{"/bin/sh", "-c", "trap exit TERM; cat /data/000[1-6]? | sha256sum; echo up; sleep 1000 & wait"}
+
+// secondBytes are those of the files that only it reads.
+const secondBytes = 20 * 60_000
+
+// TestSecondService starts another service of an image whose pull is under way,
+// over a slow link: what is new of its startup set comes next, and no more than that
+// and what was on its way. Then it becomes ready over a link that passes nothing.
+func TestSecondService(t *testing.T) {
+	s, ref, img := withStartupSet(t)
+	w := startWorker(t, workerRoot(t))
+	args := append([]string{"trace", "--root", w.root, "--probe", "stdout:^up$", ref, "--"}, second...)
+	if out, errOut, code := command(t, args...); code != 0 {
+		t.Fatalf("foil trace: code %d, %q, %q", code, out, errOut)
+	}
+	k := newLink(t, s.addr, 2<<20)
+	ref = k.via(ref)
+	w = startWorker(t, workerRoot(t))
+	w.begin(ref)
+	w.brought(ref, 0)
+	status := func() api.Event {
+		st, err := w.client.Status(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, p := range st.Pulls {
+			if p.Ref == ref {
+				return p.Event
+			}
+		}
+		t.Fatalf("no pull of %s in %+v", ref, st)
+		return api.Event{}
+	}
+	before := status()
+	req := api.PullRequest{Ref: ref, Until: api.Mounted, Args: second, Probed: true}
+	for _, err := range w.client.Pull(t.Context(), req) {
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	// Files that the first stream had brought by then do not come as pages.
+	w.brought(ref, before.StartupRaw+secondBytes/2)
+	w.brought(ref, 0)
+	after := status()
+	k.setStall(true)
+	pages, others := after.StartupMoved-before.StartupMoved, (after.BytesMoved-after.StartupMoved)-(before.BytesMoved-before.StartupMoved)
+	t.Logf("the second service moved %d bytes of pages, and %d of other bytes came", pages, others)
+	if raw := after.StartupRaw - before.StartupRaw; raw > secondBytes+secondBytes/4 {
+		t.Errorf("%d bytes of pages came, of which %d are new", raw, secondBytes)
+	}
+	// Two runs that were read, what the sockets hold, and what came until the
+	// request was there.
+	if others > 2<<20 {
+		t.Errorf("%d bytes came that are not of the second service's startup set", others)
+	}
+	if here := w.imageOf(ref); here.ContentHere > here.ContentTotal*3/4 {
+		t.Fatalf("%d of %d bytes are here: too many to show anything", here.ContentHere, here.ContentTotal)
+	}
+	events := filepath.Join(t.TempDir(), "events")
+	args = append([]string{"run", "--root", w.root, "--rm", "--probe", "stdout:^up$", "--until", "ready", "--events", events, ref, "--"}, second...)
+	if out, errOut, code := command(t, args...); code != 0 {
+		t.Fatalf("foil run: code %d, %q, %q", code, out, errOut)
+	}
+	if ready := status(); ready.Waits != 0 {
+		t.Errorf("at ready: %+v", ready)
+	}
+	k.setStall(false)
+	k.setRate(0)
+	intact(t, w, ref, img)
+}

@@ -52,10 +52,13 @@ type pull struct {
 	over       bool
 	err        error // why it has failed
 
+	joined []service // services that have joined
+	other  *pull     // that fills the rootfs, while this one waits for it
+
 	used map[*rootfs]bool // which it keeps from being removed; guarded by Node.mu
 
-	ready     chan struct{} // closed by isReady
-	readyOnce sync.Once
+	ready     chan struct{} // closed by isReady, under mu
+	nextReady chan struct{} // closed, and made anew, when one that joined is ready; guarded by mu
 }
 
 // Causes for which a pull is stopped. Reads that wait for it go on waiting.
@@ -105,9 +108,11 @@ func (n *Node) startPull(req api.PullRequest, manifest digest.Digest) (*pull, er
 		return nil, errorf(api.CodeConflict, "image %s is just being removed: try again in a moment", r)
 	}
 	if p := n.pulls[r.name]; p != nil && !p.ended() {
+		p.join(req)
 		return p, nil
 	}
 	if p := n.claim(r.name); p != nil {
+		p.join(req)
 		return p, nil
 	}
 	p := n.newPull(r, req)
@@ -117,7 +122,7 @@ func (n *Node) startPull(req api.PullRequest, manifest digest.Digest) (*pull, er
 }
 
 func (n *Node) newPull(r ref, req api.PullRequest) *pull {
-	p := &pull{n: n, ref: r, req: req, begun: time.Now(), changed: make(chan struct{}), used: make(map[*rootfs]bool), ready: make(chan struct{})}
+	p := &pull{n: n, ref: r, req: req, begun: time.Now(), changed: make(chan struct{}), used: make(map[*rootfs]bool), ready: make(chan struct{}), nextReady: make(chan struct{})}
 	p.ctx, p.stop = context.WithCancelCause(n.ctx)
 	return p
 }
@@ -253,6 +258,9 @@ func (p *pull) bring(ctx context.Context) error {
 		})
 		p.mu.Lock()
 		p.fetch = f
+		for _, s := range p.joined {
+			f.Join(0, s.entrypoint, s.args)
+		}
 		p.mu.Unlock()
 		n.metrics.begin(f)
 		err = f.Wait()
@@ -309,6 +317,8 @@ func (p *pull) waitFilled(ctx context.Context, r *rootfs) (complete bool, err er
 	other := r.filling
 	p.n.mu.Unlock()
 	if other != nil {
+		p.waitBehind(other)
+		defer p.waitBehind(nil)
 		if err := other.wait(ctx); err != nil {
 			return false, context.Cause(ctx)
 		}

@@ -50,6 +50,7 @@ func (n *Node) mountErofs(r *rootfs, devices []string) error {
 		return errors.Join(err, kernel.SetReadAhead(file, kernel.DefaultReadAhead))
 	}
 	n.mu.Lock()
+	r.readAheadFile = file
 	over := !r.starting // before the mount was there
 	n.mu.Unlock()
 	if over {
@@ -58,11 +59,16 @@ func (n *Node) mountErofs(r *rootfs, devices []string) error {
 	return nil
 }
 
-// endStart gives the mount of a rootfs its read-ahead, if it has none.
+// endStart gives the mount of a rootfs its read-ahead, if it has none, unless a
+// service that has joined is still being started: the last one's end does it.
 func (n *Node) endStart(r *rootfs) {
 	n.mu.Lock()
 	r.starting = false
+	others := r.starts > 0
 	n.mu.Unlock()
+	if others {
+		return
+	}
 	file, err := os.ReadFile(r.path(readAheadName))
 	if errors.Is(err, fs.ErrNotExist) {
 		return
@@ -117,9 +123,15 @@ func (p *pull) arrived(s fetch.Startup) {
 
 // isReady ends what p does for the start of a container.
 func (p *pull) isReady() {
-	p.readyOnce.Do(func() { close(p.ready) })
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	select {
+	case <-p.ready: // a service that has joined
+		close(p.nextReady)
+		p.nextReady = make(chan struct{})
+	default:
+		close(p.ready)
+	}
 	if p.fetch != nil {
 		p.fetch.Release()
 	}

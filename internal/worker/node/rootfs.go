@@ -67,6 +67,10 @@ type rootfs struct {
 	gated     bool  // its mount reads by files of the gate: see gated.go
 	starting  bool  // its mount is to be made without read-ahead: see readahead.go
 	filling   *pull // that fills it now
+	// readAheadFile sets the read-ahead of a mount that this daemon made without
+	// one; starts are those of services that have joined, for which it has none.
+	readAheadFile string
+	starts        int
 
 	// learning notices what the first container on it reads; nil: nothing does.
 	learning *learner
