@@ -164,7 +164,10 @@ type server struct {
 	pages      int // frames of startup sets, the same
 	promotions [][]uint32
 	sent       []segment.ID // of all streams
-	running    map[string]*serving
+	// encoded are frames by the IDs of their segments: on a loaded machine a stream
+	// would stall, over and over, while they are made.
+	encoded map[string][]byte
+	running map[string]*serving
 }
 
 // serving is one stream.
@@ -175,7 +178,7 @@ type serving struct {
 }
 
 func newServer(images ...*image) *server {
-	s := &server{images: map[string]*image{}, group: 3, running: map[string]*serving{}, pipes: newPipes()}
+	s := &server{images: map[string]*image{}, group: 3, running: map[string]*serving{}, encoded: map[string][]byte{}, pipes: newPipes()}
 	for i, m := range images {
 		s.images[fmt.Sprintf("image%d", i)] = m
 	}
@@ -460,9 +463,18 @@ func (s *server) plan(images []*image, req *bundle.Request, leave map[segment.ID
 		for _, b := range bytes {
 			f.RawLength += uint32(len(b))
 		}
-		encoded, err := segment.AppendFrame(nil, segment.Zstd, bytes...)
-		if err != nil {
-			panic(err)
+		key := fmt.Sprint(ids)
+		s.mu.Lock()
+		encoded := s.encoded[key]
+		s.mu.Unlock()
+		if encoded == nil {
+			var err error
+			if encoded, err = segment.AppendFrame(nil, segment.Zstd, bytes...); err != nil {
+				panic(err)
+			}
+			s.mu.Lock()
+			s.encoded[key] = encoded
+			s.mu.Unlock()
 		}
 		f.MaxLength = uint32(len(encoded))
 		p.Frames = append(p.Frames, f)
