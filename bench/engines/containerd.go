@@ -109,12 +109,16 @@ type containerdWorker struct {
 	snapshotter string
 	proxy       string // socket of a snapshotter in another process, if it is
 	transfer    bool   // pull by containerd's transfer service, which tells the snapshotter what of
+	cri         bool   // with Kubernetes' plugins
+	namespace   string // of containerd's
+	hosts       string // directory of hosts.toml, if that says how to reach the registry
+	mirror      string // address that is asked before the registry, if any
 	daemon      *site.Process
 	runs        int
 }
 
 func newContainerd(s *site.Site, p Programs, dir, snapshotter string) *containerdWorker {
-	return &containerdWorker{site: s, side: link.Edge, programs: p, dir: dir, snapshotter: snapshotter}
+	return &containerdWorker{site: s, side: link.Edge, programs: p, dir: dir, snapshotter: snapshotter, namespace: "bench"}
 }
 
 func (w *containerdWorker) socket() string { return filepath.Join(w.dir, "sock") }
@@ -126,11 +130,23 @@ func (w *containerdWorker) Start(ctx context.Context) (err error) {
 	if err := os.MkdirAll(w.dir, 0o711); err != nil {
 		return fmt.Errorf("bench: %w", err)
 	}
-	// Nothing but what ctr needs; Kubernetes' plugins would look for a network.
+	if w.hosts != "" {
+		if err := writeHosts(w.hosts, w.mirror); err != nil {
+			return err
+		}
+	}
 	var config strings.Builder
-	fmt.Fprintf(&config, "version = 2\nroot = %q\nstate = %q\n", filepath.Join(w.dir, "root"), filepath.Join(w.dir, "state"))
-	config.WriteString("disabled_plugins = [\"io.containerd.grpc.v1.cri\", \"io.containerd.cri.v1.images\", \"io.containerd.cri.v1.runtime\"]\n")
-	fmt.Fprintf(&config, "[grpc]\naddress = %q\n", w.socket())
+	version, disabled := 2, `"io.containerd.grpc.v1.cri", "io.containerd.cri.v1.images", "io.containerd.cri.v1.runtime"`
+	if w.cri {
+		version, disabled = 3, `"io.containerd.nri.v1.nri"`
+	}
+	fmt.Fprintf(&config, "version = %d\nroot = %q\nstate = %q\n", version, filepath.Join(w.dir, "root"), filepath.Join(w.dir, "state"))
+	// Nothing but what is needed; Kubernetes' plugins would look for a network.
+	fmt.Fprintf(&config, "disabled_plugins = [%s]\n", disabled)
+	fmt.Fprintf(&config, "[grpc]\naddress = %q\n[ttrpc]\naddress = %q\n", w.socket(), w.socket()+".ttrpc")
+	if w.cri {
+		w.configureCRI(&config)
+	}
 	fmt.Fprintf(&config, "[plugins.\"io.containerd.internal.v1.opt\"]\npath = %q\n", filepath.Join(w.dir, "opt"))
 	if w.snapshotter == "erofs" {
 		config.WriteString("[plugins.\"io.containerd.service.v1.diff-service\"]\ndefault = [\"erofs\", \"walking\"]\n")
@@ -157,10 +173,19 @@ func (w *containerdWorker) Start(ctx context.Context) (err error) {
 	})
 }
 
+// configureCRI writes what containerd 2 needs for pods, as deploy/containerd has it.
+func (w *containerdWorker) configureCRI(config *strings.Builder) {
+	fmt.Fprintf(config, "[plugins.\"io.containerd.cri.v1.images\"]\nsnapshotter = %q\ndisable_snapshot_annotations = false\n", w.snapshotter)
+	fmt.Fprintf(config, "[plugins.\"io.containerd.cri.v1.images\".registry]\nconfig_path = %q\n", w.hosts)
+	fmt.Fprintf(config, "[plugins.\"io.containerd.cri.v1.images\".pinned_images]\nsandbox = %q\n", pauseRef)
+	// A benchmark may run where it must not make itself harder to kill.
+	config.WriteString("[plugins.\"io.containerd.cri.v1.runtime\"]\nrestrict_oom_score_adj = true\n")
+}
+
 func (w *containerdWorker) Processes() []int { return []int{w.daemon.PID()} }
 
 func (w *containerdWorker) arguments(args ...string) []string {
-	return append([]string{"--address", w.socket(), "--namespace", "bench"}, args...)
+	return append([]string{"--address", w.socket(), "--namespace", w.namespace}, args...)
 }
 
 func (w *containerdWorker) ctr(ctx context.Context, args ...string) (string, error) {
@@ -169,7 +194,12 @@ func (w *containerdWorker) ctr(ctx context.Context, args ...string) (string, err
 
 // Pull gets an image whole.
 func (w *containerdWorker) Pull(ctx context.Context, ref string) error {
-	args := []string{"images", "pull", "--plain-http", "--snapshotter", w.snapshotter}
+	args := []string{"images", "pull", "--snapshotter", w.snapshotter}
+	if w.hosts != "" {
+		args = append(args, "--hosts-dir", w.hosts, "--skip-metadata")
+	} else {
+		args = append(args, "--plain-http")
+	}
 	if w.tools.major >= 2 && !w.transfer {
 		args = append(args, "--local") // the way that 1.x has; the other takes no snapshotter
 	}

@@ -3,7 +3,10 @@
 //
 //	hydrofoil     foil node and foil run; the service traced, the server connected
 //	hydrofoil-untraced, -unconnected, -bare: without one of these, or both
+//	hydrofoil-containerd  the same daemon as containerd's snapshotter and mirror, and ctr
+//	hydrofoil-cri         the same through containerd's CRI, as a kubelet uses it
 //	overlayfs     containerd, full pull, its overlayfs snapshotter
+//	overlayfs-cri the same through containerd's CRI
 //	erofs         containerd, full pull, its erofs snapshotter and differ
 //	stargz        containerd and stargz-snapshotter, images converted and traced
 //	soci          containerd and the SOCI snapshotter, images indexed, with a prefetch list
@@ -168,7 +171,10 @@ func All() []Engine {
 		&Hydrofoil{Untraced},
 		&Hydrofoil{Unconnected},
 		&Hydrofoil{Bare},
+		&HydrofoilContainerd{},
+		&CRI{Snapshotter: hostedName},
 		&Containerd{Snapshotter: "overlayfs"},
+		&CRI{Snapshotter: "overlayfs"},
 		&Containerd{Snapshotter: "erofs"},
 		&Stargz{},
 		&SOCI{},

@@ -72,7 +72,7 @@ func (h *Hydrofoil) Prepare(ctx context.Context, s *site.Site, p Programs, im Im
 		return Preparation{What: "none: the server ingests what is pushed"}, nil
 	}
 	done := Preparation{What: fmt.Sprintf("foil trace, %d runs", traceRuns)}
-	w := &foilWorker{site: s, foil: p.Foil, root: filepath.Join(s.Dir, h.Name()+"-trace")}
+	w := &foilWorker{site: s, foil: p.Foil, root: filepath.Join(s.Dir, "trace")}
 	if err := w.Start(ctx); err != nil {
 		return done, err
 	}
@@ -179,6 +179,8 @@ type foilWorker struct {
 	root string
 	// What Variant says.
 	connected, startup, reports bool
+	// More flags of the daemon.
+	flags []string
 
 	daemon *site.Process
 	since  time.Time // the last provisioning began
@@ -196,7 +198,7 @@ func (w *foilWorker) Start(ctx context.Context) (err error) {
 	if w.connected {
 		args = append(args, "--connect", "http://"+RegistryAddr)
 	}
-	if w.daemon, err = w.site.Start(link.Edge, nil, w.foil, args...); err != nil {
+	if w.daemon, err = w.site.Start(link.Edge, nil, w.foil, append(args, w.flags...)...); err != nil {
 		return err
 	}
 	client := api.Dial(w.root)

@@ -583,7 +583,7 @@ func (m *matrix) run(ctx context.Context, l *link.Link, se session) error {
 	}
 	defer func() { after("remove the worker", site.RemoveTree(dir)) }()
 	s := &site.Site{Dir: dir, Link: l}
-	home := filepath.Join(dir, "worker")
+	home := filepath.Join(dir, "w") // short: sockets below it have paths of at most 100 bytes
 	if err := os.Mkdir(home, 0o711); err != nil {
 		return fmt.Errorf("bench: %w", err)
 	}

@@ -17,6 +17,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/go-cmp/cmp"
 	digest "github.com/opencontainers/go-digest"
 	"github.com/opencontainers/image-spec/specs-go"
 	v1 "github.com/opencontainers/image-spec/specs-go/v1"
@@ -231,11 +232,17 @@ func TestEndToEnd(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
+	programs, names := engines.Programs{Foil: foil}, []string{"hydrofoil", "overlayfs", "curl"}
+	// Pods need containerd 2, which is not what is installed everywhere.
+	if dir := os.Getenv("FOIL_TEST_CONTAINERD2"); dir != "" {
+		programs.Containerd = filepath.Join(dir, "containerd")
+		names = append(names, "hydrofoil-containerd", "hydrofoil-cri", "overlayfs-cri")
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), 4*time.Minute)
 	defer cancel()
 	begin := func(ctx context.Context, runs int) error {
 		m := &matrix{Options: Options{
-			Programs: engines.Programs{Foil: foil}, Engines: []string{"hydrofoil", "overlayfs", "curl"}, Images: []string{"tiny"},
+			Programs: programs, Engines: names, Images: []string{"tiny"},
 			RTTs: []time.Duration{20 * time.Millisecond}, Rates: []int64{2e8}, Runs: runs, Seed: 1, SkipCheck: true, Timeout: time.Minute,
 			Out: filepath.Join(dir, "out"), Cache: filepath.Join(dir, "cache"), Commit: "test", Log: func(line string) { t.Log(line) },
 		}}
@@ -264,8 +271,8 @@ func TestEndToEnd(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if len(all.Runs) != 6 {
-		t.Errorf("%d runs, want 6", len(all.Runs))
+	if want := 2 * len(names); len(all.Runs) != want {
+		t.Errorf("%d runs, want %d", len(all.Runs), want)
 	}
 	for _, r := range all.Runs {
 		if r.Err != "" {
@@ -281,6 +288,15 @@ func TestEndToEnd(t *testing.T) {
 		}
 		if r.Engine == "hydrofoil" && r.Kind == results.Fresh && (r.ArenaReady < 100<<10 || r.Touched < 100<<10) {
 			t.Errorf("%s: %d bytes in arenas at ready, %d touched", r.Key, r.ArenaReady, r.Touched)
+		}
+		// One question on the connection that is kept, also if it is containerd that is
+		// asked to pull; else one for each of the manifest, the config and the layer.
+		if pulled := r.Marks[engines.Pulled]; strings.HasPrefix(r.Engine, "hydrofoil") {
+			if diff := cmp.Diff(link.Capture{Requests: 1, RoundTrips: 1}, pulled.Capture); diff != "" {
+				t.Errorf("%s: until pulled:\n%s", r.Key, diff)
+			}
+		} else if r.Engine != "curl" && (pulled.Requests < 3 || pulled.Connections < 1 || pulled.RoundTrips < 3) {
+			t.Errorf("%s: until pulled: %+v", r.Key, pulled.Capture)
 		}
 		if r.Engine != "curl" && (r.Marks[engines.Started].Time == 0 || r.Marks[engines.Pulled].Time > at.Time) {
 			t.Errorf("%s: marks %v", r.Key, r.Marks)
@@ -305,7 +321,7 @@ func TestEndToEnd(t *testing.T) {
 	}
 	for _, im := range all.Images {
 		p, ok := kept.image(im.Name, im.Digest)
-		if !ok || p.Floor.Warm == 0 || p.Storage < 1<<20 || len(p.Prepared) != 3 {
+		if !ok || p.Floor.Warm == 0 || p.Storage < 1<<20 || len(p.Prepared) != len(names) {
 			t.Errorf("kept of %s: %v, %+v", im.Name, ok, p)
 		}
 		if f, ok := kept.floor(im.Name, im.Digest); !ok || !slices.Contains(f.Touched, "/bin/busybox") {

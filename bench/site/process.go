@@ -27,8 +27,31 @@ type Process struct {
 	cmd  *exec.Cmd
 }
 
-// PID is the process's ID.
-func (p *Process) PID() int { return p.cmd.Process.Pid }
+// Stand makes a process that stands for what somebody else runs, such as a
+// container of a daemon. Who follows that appends what it says to the log, and
+// calls end once, with how it ended.
+func (s *Site) Stand(name string) (p *Process, end func(error), err error) {
+	log, err := os.CreateTemp(s.Dir, name+"-*.log")
+	if err != nil {
+		return nil, nil, fmt.Errorf("bench: %w", err)
+	}
+	if err := log.Close(); err != nil {
+		return nil, nil, fmt.Errorf("bench: %w", err)
+	}
+	p = &Process{name: name, Log: log.Name(), Done: make(chan struct{})}
+	return p, func(err error) {
+		p.Err = err
+		close(p.Done)
+	}, nil
+}
+
+// PID is the process's ID; 0 for one that only stands for another.
+func (p *Process) PID() int {
+	if p.cmd == nil {
+		return 0
+	}
+	return p.cmd.Process.Pid
+}
 
 // Start starts a program in the background. Files are its descriptors from 3 on.
 func (s *Site) Start(side link.Side, files []*os.File, name string, args ...string) (*Process, error) {
@@ -64,6 +87,9 @@ func (p *Process) Stop(signal syscall.Signal) error {
 		return nil
 	default:
 	}
+	if p.cmd == nil {
+		return fmt.Errorf("bench: %s is run by somebody else", p.name)
+	}
 	p.cmd.Process.Signal(signal)
 	select {
 	case <-p.Done:
@@ -73,6 +99,14 @@ func (p *Process) Stop(signal syscall.Signal) error {
 	p.cmd.Process.Kill()
 	<-p.Done
 	return fmt.Errorf("bench: %s did not end on %v and was killed%s", p.name, signal, p.Said())
+}
+
+// how it ended, in words; after Done.
+func (p *Process) how() string {
+	if p.Err == nil {
+		return "in order"
+	}
+	return p.Err.Error()
 }
 
 // Said is the end of a process's log, to go into an error.
@@ -106,7 +140,7 @@ func (p *Process) Until(ctx context.Context, what string, test func() bool) erro
 			}
 			return err
 		case <-done:
-			return fmt.Errorf("bench: %s: %s ended too early (%v)%s", what, p.name, p.cmd.ProcessState, p.Said())
+			return fmt.Errorf("bench: %s: %s ended too early (%s)%s", what, p.name, p.how(), p.Said())
 		case <-ticker.C:
 		}
 	}

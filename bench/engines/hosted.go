@@ -1,0 +1,233 @@
+package engines
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"github.com/opencontainers/image-spec/identity"
+
+	"hydrofoil.dev/foil/bench/link"
+	"hydrofoil.dev/foil/bench/site"
+	"hydrofoil.dev/foil/internal/worker/api"
+)
+
+// HydrofoilContainerd is Hydrofoil as the snapshotter of a containerd, and as its
+// mirror, as deploy/containerd says: ctr pulls and runs. Services were traced,
+// and the daemon keeps a connection to the server, as with Hydrofoil.
+type HydrofoilContainerd struct{}
+
+func (*HydrofoilContainerd) Name() string { return "hydrofoil-containerd" }
+
+func (*HydrofoilContainerd) Find(ctx context.Context, p Programs) (string, error) {
+	return findHosted(ctx, p)
+}
+
+// findHosted finds foil, and a containerd that tells a snapshotter which image a
+// layer is of.
+func findHosted(ctx context.Context, p Programs) (string, error) {
+	t, err := findTwo(ctx, p)
+	if err != nil {
+		return "", err
+	}
+	foil, err := (&Hydrofoil{}).Find(ctx, p)
+	return foil + ", " + t.version, err
+}
+
+// findTwo finds containerd 2.
+func findTwo(ctx context.Context, p Programs) (tools, error) {
+	t, err := findContainerd(ctx, p)
+	if err == nil && t.major < 2 {
+		err = fmt.Errorf("bench: %s is too old: this is configured for 2.x; say --containerd", t.version)
+	}
+	return t, err
+}
+
+func (*HydrofoilContainerd) Prepare(ctx context.Context, s *site.Site, p Programs, im Image) (Preparation, error) {
+	return (&Hydrofoil{}).Prepare(ctx, s, p, im)
+}
+
+func (*HydrofoilContainerd) Worker(s *site.Site, p Programs, dir string) Worker {
+	w := newContainerd(s, p, filepath.Join(dir, "containerd"), hostedName)
+	w.transfer = true
+	return &hostedWorker{containerdWorker: w, foil: newHosted(s, p, dir, w)}
+}
+
+// hostedName is what containerd calls the daemon's snapshotter.
+const hostedName = "hydrofoil"
+
+// mirrorAddr is where the daemon resolves images, see deploy/containerd/hosts.toml.
+const mirrorAddr = "127.0.0.1:598"
+
+// hosted is a daemon that serves a containerd.
+type hosted struct {
+	*foilWorker
+	containerd *containerdWorker
+	complete   chan Point // of the last provisioning: when nothing was missing
+}
+
+// newHosted makes a daemon for a containerd, and tells that of it.
+func newHosted(s *site.Site, p Programs, dir string, c *containerdWorker) *hosted {
+	root := filepath.Join(dir, "foil")
+	c.proxy, c.hosts, c.mirror = filepath.Join(root, "run", "snapshotter.sock"), filepath.Join(dir, "certs.d"), mirrorAddr
+	return &hosted{containerd: c, foilWorker: &foilWorker{
+		site: s, foil: p.Foil, root: root, connected: true, startup: true,
+		flags: []string{"--mirror-listen", mirrorAddr, "--hosts-dir", c.hosts, "--docker-config", ""},
+	}}
+}
+
+// Start starts the daemon; its snapshotter and its mirror answer when it returns.
+func (h *hosted) Start(ctx context.Context) error {
+	if err := h.foilWorker.Start(ctx); err != nil {
+		return err
+	}
+	err := started(ctx, h.daemon, "foil node's mirror", func(ctx context.Context) bool {
+		conn, err := h.site.Link.DialContext(ctx, link.Edge, "tcp4", mirrorAddr)
+		if err != nil {
+			return false
+		}
+		conn.Close()
+		conn, err = net.Dial("unix", h.containerd.proxy)
+		if err != nil {
+			return false
+		}
+		conn.Close()
+		return true
+	})
+	if err != nil {
+		return errors.Join(err, h.Stop())
+	}
+	return nil
+}
+
+// image is what the daemon has of an image, by whatever name.
+func (h *hosted) image(ctx context.Context, client *api.Client, im Image) (image api.Image, ok bool) {
+	list, err := client.Images(ctx)
+	if err != nil {
+		return image, false
+	}
+	for _, image := range list {
+		if image.Digest == im.Built.Digest.String() {
+			return image, true
+		}
+	}
+	return image, false
+}
+
+// watch begins to look, until ctx ends, when an image is complete.
+func (h *hosted) watch(ctx context.Context, im Image, t *Trial) {
+	h.complete = make(chan Point, 1)
+	go func(complete chan<- Point) {
+		client := api.Dial(h.root)
+		defer client.Close()
+		ticker := time.NewTicker(tick)
+		defer ticker.Stop()
+		for {
+			if image, ok := h.image(ctx, client, im); ok && image.State == "complete" {
+				complete <- t.Now()
+				return
+			}
+			select {
+			case <-ctx.Done():
+				return
+			case <-ticker.C:
+			}
+		}
+	}(h.complete)
+}
+
+// Complete waits until every byte of the image is on the worker.
+func (h *hosted) Complete(ctx context.Context, im Image, t *Trial) error {
+	select {
+	case p := <-h.complete:
+		t.mark(Complete, p)
+		return nil
+	case <-h.daemon.Done:
+		return errors.Join(fmt.Errorf("bench: foil node ended before %s was complete%s", im.Ref, h.daemon.Said()), h.daemon.Err)
+	case <-ctx.Done():
+		return fmt.Errorf("bench: wait until %s is complete: %w%s", im.Ref, context.Cause(ctx), h.daemon.Said())
+	}
+}
+
+// Check sees to it that the image came lazily, and has every byte verified.
+func (h *hosted) Check(ctx context.Context, im Image) error {
+	client := api.Dial(h.root)
+	defer client.Close()
+	image, ok := h.image(ctx, client, im)
+	if !ok {
+		return fmt.Errorf("bench: the worker does not have %s (%s)%s", im.Ref, im.Built.Digest, h.daemon.Said())
+	}
+	chain := identity.ChainID(im.Built.Config.RootFS.DiffIDs).String()
+	info, err := h.containerd.ctr(ctx, "snapshots", "--snapshotter", hostedName, "info", chain)
+	if err != nil {
+		return err
+	}
+	if !strings.Contains(info, `"hydrofoil.dev/path": "lazy"`) {
+		return fmt.Errorf("bench: %s did not come lazily: %s", im.Ref, info)
+	}
+	_, err = h.site.Run(ctx, link.Edge, h.foil, "verify", "--root", h.root, image.Ref)
+	return err
+}
+
+type hostedWorker struct {
+	*containerdWorker
+	foil *hosted
+}
+
+func (w *hostedWorker) Start(ctx context.Context) error {
+	if err := w.foil.Start(ctx); err != nil {
+		return err
+	}
+	if err := w.containerdWorker.Start(ctx); err != nil {
+		return errors.Join(err, w.foil.Stop())
+	}
+	return nil
+}
+
+func (w *hostedWorker) Processes() []int {
+	return append(w.containerdWorker.Processes(), w.foil.Processes()...)
+}
+
+func (w *hostedWorker) Provision(ctx context.Context, im Image, t *Trial) (*Container, error) {
+	if err := w.Pull(ctx, im.Ref); err != nil {
+		return nil, err
+	}
+	t.Mark(Pulled)
+	w.foil.watch(ctx, im, t)
+	return w.start(ctx, w.tools.ctr, im.Ref, im.Command, t)
+}
+
+func (w *hostedWorker) Complete(ctx context.Context, im Image, t *Trial) error {
+	return w.foil.Complete(ctx, im, t)
+}
+
+func (w *hostedWorker) Check(ctx context.Context, im Image) error {
+	return errors.Join(w.containerdWorker.Check(ctx, im), w.foil.Check(ctx, im))
+}
+
+func (w *hostedWorker) Stop() error {
+	return errors.Join(w.containerdWorker.Stop(), w.foil.Stop())
+}
+
+// writeHosts writes the registry's hosts.toml below a directory, as
+// deploy/containerd has it; mirror is an address that is asked first, if any.
+func writeHosts(dir, mirror string) error {
+	path := filepath.Join(dir, strings.Replace(RegistryAddr, ":", "_", 1)+"_", "hosts.toml")
+	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+		return fmt.Errorf("bench: %w", err)
+	}
+	first := RegistryAddr
+	if mirror != "" {
+		first = mirror
+	}
+	text := fmt.Sprintf("server = %q\n[host.%q]\ncapabilities = [\"pull\", \"resolve\"]\n", "http://"+RegistryAddr, "http://"+first)
+	if err := os.WriteFile(path, []byte(text), 0o644); err != nil {
+		return fmt.Errorf("bench: %w", err)
+	}
+	return nil
+}
