@@ -30,6 +30,12 @@ type CRI struct {
 	Snapshotter string // overlayfs or hydrofoil
 }
 
+// FullCRI is CRI with a snapshotter of containerd's own.
+type FullCRI struct{ CRI }
+
+// Whole: a pull returns when every layer is unpacked.
+func (*FullCRI) Whole() {}
+
 func (c *CRI) Name() string { return c.Snapshotter + "-cri" }
 
 func (c *CRI) Find(ctx context.Context, p Programs) (string, error) {
@@ -309,10 +315,10 @@ func (w *criWorker) Complete(ctx context.Context, im Image, t *Trial) error {
 	return w.containerdWorker.Complete(ctx, im, t)
 }
 
-func (w *criWorker) Check(ctx context.Context, im Image) error {
-	err := w.containerdWorker.Check(ctx, im)
+func (w *criWorker) Check(ctx context.Context, im Image, complete bool) error {
+	err := w.containerdWorker.Check(ctx, im, complete)
 	if w.foil != nil {
-		err = errors.Join(err, w.foil.Check(ctx, im))
+		err = errors.Join(err, w.foil.Check(ctx, im, complete))
 	}
 	return err
 }

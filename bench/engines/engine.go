@@ -174,7 +174,7 @@ func All() []Engine {
 		&HydrofoilContainerd{},
 		&CRI{Snapshotter: hostedName},
 		&Containerd{Snapshotter: "overlayfs"},
-		&CRI{Snapshotter: "overlayfs"},
+		&FullCRI{CRI{Snapshotter: "overlayfs"}},
 		&Containerd{Snapshotter: "erofs"},
 		&Stargz{},
 		&SOCI{},
