@@ -530,3 +530,28 @@ func BenchmarkPlan(b *testing.B) {
 		}
 	})
 }
+
+// What is coded by AppendFrameHead, on another connection, is the same stream.
+func TestFrameHead(t *testing.T) {
+	var whole, first, rest bytes.Buffer
+	w := bundle.NewWriter(&whole)
+	a := bundle.NewWriter(&first)
+	for _, w := range []*bundle.Writer{w, a} {
+		w.Hello(bundle.Hello{Version: 1, Stream: "s"})
+		if err := w.Flush(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	b := a.Continue(&rest)
+	for _, index := range []uint32{0, 1, 127, 128, 1 << 20, 1<<32 - 1} {
+		frame := bytes.Repeat([]byte{byte(index)}, int(index%1000))
+		w.Frame(index, frame)
+		b.Sections(append(bundle.AppendFrameHead(nil, index, len(frame)), frame...))
+	}
+	if err := errors.Join(w.End(), b.End()); err != nil {
+		t.Fatal(err)
+	}
+	if got := append(first.Bytes(), rest.Bytes()...); !bytes.Equal(got, whole.Bytes()) {
+		t.Errorf("%x, want %x", got, whole.Bytes())
+	}
+}

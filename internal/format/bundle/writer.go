@@ -23,6 +23,12 @@ type Writer struct {
 // written should be on its way.
 func NewWriter(w io.Writer) *Writer { return &Writer{w: bufio.NewWriterSize(w, 64<<10)} }
 
+// Continue returns a Writer that goes on with the stream on another connection,
+// after Flush.
+func (w *Writer) Continue(on io.Writer) *Writer {
+	return &Writer{w: bufio.NewWriterSize(on, 64<<10), started: w.started, err: w.err}
+}
+
 // Flush writes what is buffered.
 func (w *Writer) Flush() error {
 	if w.err == nil {

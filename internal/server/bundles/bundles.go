@@ -8,7 +8,8 @@
 // first time (ingest), and its Image section is sent at once; the startup sets
 // that were asked for are sent, as far as the worker lacks them, while the plan
 // of the rest is made; the plan is sent; the frames are read from their packs and
-// sent, two runs ahead of the network. What fails now is an Error section. A
+// sent, two runs ahead of the network; where that can be they go from the packs'
+// files by sendfile(2) (see direct). What fails now is an Error section. A
 // promotion finds the stream by its ID and changes what is read next. The startup
 // set of a service that joins a pull comes in a stream of its own, which goes ahead
 // of the first (bundle.Request.Ahead): that sends nothing but promoted frames
@@ -23,6 +24,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"net"
 	"net/http"
 	"sync"
 	"time"
@@ -58,6 +60,9 @@ type Options struct {
 	// stream waits for a client that takes nothing; 0 means two minutes. A worker
 	// that was cut off resumes.
 	Patience time.Duration
+	// GiveBack takes connections on which a response has ended, for the requests
+	// that may come. Without it no stream takes over a connection (see direct).
+	GiveBack func(net.Conn)
 	// Log takes failures; nil means slog.Default.
 	Log *slog.Logger
 }
@@ -71,6 +76,7 @@ type Handler struct {
 	indices *cache.Cache[*planner.Index] // by digest of the encoded TOC
 	orders  *cache.Cache[planner.Order]  // by digests of config and encoded TOC
 	frames  source
+	direct  taken
 	sets    *startup.Sets
 	mux     *http.ServeMux
 	results *prometheus.CounterVec
@@ -205,6 +211,20 @@ func (h *Handler) pull(w http.ResponseWriter, r *http.Request) {
 	out := bundle.NewWriter(slow)
 	s := &pull{h: h, req: req, images: images, w: out, queue: &queue{}}
 	s.flush = func() error { return errors.Join(out.Flush(), slow.Flush()) }
+	s.takeOver = func() (*direct, error) { return h.takeOver(slow, r) }
+	keep := false
+	defer func() {
+		if s.direct == nil {
+			return
+		}
+		defer h.direct.remove(s.direct)
+		if keep && s.direct.end() == nil && !r.Close {
+			_ = s.direct.conn.SetDeadline(time.Time{})
+			h.o.GiveBack(s.direct.conn)
+			return
+		}
+		s.direct.conn.Close()
+	}()
 	id := h.streams.add(s.queue)
 	defer h.streams.remove(id)
 	if err := s.run(ctx, id); err != nil {
@@ -218,10 +238,10 @@ func (h *Handler) pull(w http.ResponseWriter, r *http.Request) {
 			h.log.Error("bundle failed", "image", s.about, "error", err)
 		}
 		result = refused(e)
-		_ = out.Error(e) // nobody is there if this fails
+		keep = s.w.Error(e) == nil // nobody is there if this fails
 		return
 	}
-	result = resultSent
+	keep, result = true, resultSent
 }
 
 // pull is one bundle under way.
@@ -232,7 +252,10 @@ type pull struct {
 	w      *bundle.Writer
 	flush  func() error
 	queue  *queue
-	about  string // the image that is being worked on
+	// takeOver makes direct, if that can be; w and flush then write on it.
+	takeOver func() (*direct, error)
+	direct   *direct
+	about    string // the image that is being worked on
 }
 
 func (p *pull) run(ctx context.Context, id string) error {
@@ -319,7 +342,15 @@ func (p *pull) run(ctx context.Context, id string) error {
 	if err := p.flush(); err != nil {
 		return writeFailed{err}
 	}
-	if err := p.queue.send(ctx, p.h.frames, p.w, p.flush); err != nil {
+	if p.direct, err = p.takeOver(); err != nil {
+		return writeFailed{err}
+	}
+	if p.direct != nil {
+		p.w = p.w.Continue(p.direct)
+		w, to := p.w, p.direct
+		p.flush = func() error { return errors.Join(w.Flush(), to.Flush()) }
+	}
+	if err := p.queue.send(ctx, p.h.frames, p.direct, p.w, p.flush); err != nil {
 		if isDamage(err) {
 			for _, m := range p.images {
 				p.h.suspect(m)

@@ -355,15 +355,16 @@ func makeFrame(ctx context.Context, store objects.Store, source planner.Source) 
 	return slices.Clip(b), err
 }
 
-// send writes what the queue holds.
-func (q *queue) send(ctx context.Context, from source, w *bundle.Writer, flush func() error) error {
+// send writes what the queue holds; from files by to, if there is one, on which w
+// then writes.
+func (q *queue) send(ctx context.Context, from source, to *direct, w *bundle.Writer, flush func() error) error {
 	ctx, cancel := context.WithCancel(ctx)
 	out, free := make(chan *chunk), make(chan *chunk, 2)
 	chunks := [2]chunk{}
 	for i := range chunks {
 		free <- &chunks[i]
 	}
-	go q.read(ctx, from, false, out, free)
+	go q.read(ctx, from, to != nil, out, free)
 	defer func() {
 		cancel()
 		for range out { // wait for read
@@ -376,6 +377,13 @@ func (q *queue) send(ctx context.Context, from source, w *bundle.Writer, flush f
 		if c.err != nil {
 			return c.err
 		}
+		if c.direct {
+			if err := q.sendDirect(to, c); err != nil {
+				return err
+			}
+			free <- c
+			continue
+		}
 		if err := w.Sections(c.buf); err != nil {
 			return writeFailed{err}
 		}
@@ -385,6 +393,19 @@ func (q *queue) send(ctx context.Context, from source, w *bundle.Writer, flush f
 		free <- c
 	}
 	return ctx.Err()
+}
+
+// sendDirect sends frames from their file.
+func (q *queue) sendDirect(to *direct, c *chunk) error {
+	offset := c.offset
+	for _, f := range c.frames {
+		length := int(q.sources[f].Parts[0].Length)
+		if err := to.frame(f, c.file, offset, length); err != nil {
+			return fmt.Errorf("send %d bytes at %d of pack %s: %w", length, offset, c.pack, err)
+		}
+		offset += int64(length)
+	}
+	return nil
 }
 
 // writeFailed is an error of the connection: there is nobody to tell.

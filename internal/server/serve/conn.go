@@ -16,10 +16,70 @@ import (
 // would wait behind them.
 const notSent = 128 << 10
 
-// listener prepares the connections that it accepts.
-type listener struct{ *net.TCPListener }
+// listener prepares the connections that it accepts. It takes back those that a
+// stream took over from the HTTP server, and hands them out again.
+type listener struct {
+	*net.TCPListener
+	next   chan accepted
+	back   chan net.Conn
+	closed chan struct{}
+	once   sync.Once
+	ended  sync.WaitGroup
+}
 
+type accepted struct {
+	conn net.Conn
+	err  error
+}
+
+func newListener(l *net.TCPListener) *listener {
+	x := &listener{TCPListener: l, next: make(chan accepted), back: make(chan net.Conn), closed: make(chan struct{})}
+	x.ended.Go(func() {
+		for {
+			c, err := x.accept()
+			select {
+			case x.next <- accepted{c, err}:
+			case <-x.closed:
+				if err == nil {
+					c.Close()
+				}
+				return
+			}
+		}
+	})
+	return x
+}
+
+// Accept implements net.Listener.
 func (l *listener) Accept() (net.Conn, error) {
+	select {
+	case a := <-l.next:
+		return a.conn, a.err
+	case c := <-l.back:
+		return c, nil
+	case <-l.closed:
+		return nil, net.ErrClosed
+	}
+}
+
+// giveBack has Accept return a connection that it returned before.
+func (l *listener) giveBack(c net.Conn) {
+	select {
+	case l.back <- c:
+	case <-l.closed:
+		c.Close()
+	}
+}
+
+// Close implements net.Listener.
+func (l *listener) Close() error {
+	l.once.Do(func() { close(l.closed) })
+	err := l.TCPListener.Close()
+	l.ended.Wait()
+	return err
+}
+
+func (l *listener) accept() (net.Conn, error) {
 	c, err := l.AcceptTCP()
 	if err != nil {
 		return nil, err

@@ -1,6 +1,8 @@
 package serve
 
 import (
+	"errors"
+	"io"
 	"net"
 	"testing"
 
@@ -8,17 +10,18 @@ import (
 )
 
 func TestListenerTunesConnections(t *testing.T) {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
+	plain, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
 	}
+	l := newListener(plain.(*net.TCPListener))
 	defer l.Close()
 	client, err := net.Dial("tcp", l.Addr().String())
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer client.Close()
-	c, err := (&listener{l.(*net.TCPListener)}).Accept()
+	c, err := l.Accept()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -40,5 +43,44 @@ func TestListenerTunesConnections(t *testing.T) {
 	}
 	if got != notSent {
 		t.Errorf("TCP_NOTSENT_LOWAT is %d, want %d", got, notSent)
+	}
+}
+
+// What is given back is handed out again; after Close it is closed.
+func TestListenerGivesBack(t *testing.T) {
+	plain, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	l := newListener(plain.(*net.TCPListener))
+	defer l.Close()
+	client, err := net.Dial("tcp", l.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer client.Close()
+	c, err := l.Accept()
+	if err != nil {
+		t.Fatal(err)
+	}
+	given := make(chan struct{})
+	go func() {
+		defer close(given)
+		l.giveBack(c)
+	}()
+	again, err := l.Accept()
+	if err != nil || again != c {
+		t.Fatalf("%v, %v, want the connection that was given back", again, err)
+	}
+	<-given
+	if err := l.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := l.Accept(); !errors.Is(err, net.ErrClosed) {
+		t.Errorf("Accept after Close: %v", err)
+	}
+	l.giveBack(c)
+	if _, err := client.Read(make([]byte, 1)); !errors.Is(err, io.EOF) {
+		t.Errorf("a connection given back after Close: %v", err)
 	}
 }

@@ -59,6 +59,10 @@ func (r *recorder) Write(p []byte) (int, error) {
 	return n, err
 }
 
+// Sent counts what was sent beside the ResponseWriter, on a connection that was
+// taken over.
+func (r *recorder) Sent(n int64) { r.bytes += n }
+
 // ReadFrom keeps the way to sendfile(2) open.
 func (r *recorder) ReadFrom(src io.Reader) (int64, error) {
 	if r.status == 0 {

@@ -69,6 +69,8 @@ type Server struct {
 	opts     Options
 	log      *slog.Logger
 	listener net.Listener
+	plain    *listener // what listener is, or has below TLS
+	drain    func(context.Context)
 	http     *http.Server
 	handler  http.Handler
 	metrics  metrics.Collectors // set by open
@@ -165,7 +167,13 @@ func (s *Server) open(ctx context.Context) error {
 		ingester.Options.Parallel = upstream.Parallel
 	}
 	s.closers = append(s.closers, ingester.Close)
+	// Where nothing is encrypted bundles may take connections over.
+	var giveBack func(net.Conn)
+	if s.opts.TLSCert == "" {
+		giveBack = func(c net.Conn) { s.plain.giveBack(c) }
+	}
 	bundle := bundles.New(bundles.Options{
+		GiveBack:   giveBack,
 		Catalog:    cat,
 		Objects:    store,
 		Rootfs:     fetched(front, rootfsOf(ingester.Rootfs, cat, store, s.log)),
@@ -174,6 +182,7 @@ func (s *Server) open(ctx context.Context) error {
 		Log:        s.log,
 	})
 	s.closers = append(s.closers, bundle.Close)
+	s.drain = bundle.Drain
 	queue := newQueue(bundle, front, cat, s.log)
 	s.closers = append(s.closers, queue.Close)
 	reg, err := registry.New(registry.Options{
@@ -250,11 +259,12 @@ func (s *Server) listen(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	s.listener = &listener{l.(*net.TCPListener)}
+	s.plain = newListener(l.(*net.TCPListener))
+	s.listener = s.plain
 	if s.opts.TLSCert != "" {
 		pair := &keyPair{cert: s.opts.TLSCert, key: s.opts.TLSKey}
 		if _, err := pair.get(nil); err != nil {
-			return errors.Join(err, l.Close())
+			return errors.Join(err, s.listener.Close())
 		}
 		s.listener = tls.NewListener(s.listener, &tls.Config{
 			GetCertificate: pair.get,
@@ -289,6 +299,7 @@ func (s *Server) Close() error {
 			err = s.http.Close()
 		}
 		<-s.done
+		s.drain(ctx)
 		s.closeErr = errors.Join(err, s.closeAll())
 	})
 	return s.closeErr
