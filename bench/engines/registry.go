@@ -1,15 +1,20 @@
 package engines
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"fmt"
 	"io"
 	"net"
 	"net/http"
+	"os"
+	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 
+	digest "github.com/opencontainers/go-digest"
 	v1 "github.com/opencontainers/image-spec/specs-go/v1"
 
 	"hydrofoil.dev/foil/bench/link"
@@ -131,4 +136,148 @@ func Settle(ctx context.Context, root string) (size int64, err error) {
 		}
 	}
 	return size, nil
+}
+
+// stored is one manifest of a saved image, by digest.
+type stored struct {
+	Digest    digest.Digest `json:"digest"`
+	MediaType string        `json:"media_type"`
+}
+
+// Save copies an image, or an index and what it leads to, from the registry to a
+// directory: blobs and manifests as files by digest, and manifests.json, which
+// lists the manifests, the topmost last. What the pushed image has is left out.
+func Save(ctx context.Context, s *site.Site, im Image, ref, dir string) error {
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return fmt.Errorf("bench: %w", err)
+	}
+	host, rest, _ := strings.Cut(ref, "/")
+	repository, reference, _ := strings.Cut(rest, ":")
+	base := "http://" + host + "/v2/" + repository
+	known := map[digest.Digest]bool{im.Built.Manifest.Config.Digest: true}
+	for _, layer := range im.Built.Manifest.Layers {
+		known[layer.Digest] = true
+	}
+	var list []stored
+	var save func(reference string) error
+	save = func(reference string) error {
+		body, mediaType, err := exchange(ctx, s, http.MethodGet, base+"/manifests/"+reference, nil, http.StatusOK)
+		if err != nil {
+			return err
+		}
+		var manifest struct {
+			Config    *v1.Descriptor  `json:"config"`
+			Layers    []v1.Descriptor `json:"layers"`
+			Manifests []v1.Descriptor `json:"manifests"`
+		}
+		if err := json.Unmarshal(body, &manifest); err != nil {
+			return fmt.Errorf("bench: manifest %s of %s: %w", reference, ref, err)
+		}
+		for _, below := range manifest.Manifests {
+			if err := save(below.Digest.String()); err != nil {
+				return err
+			}
+		}
+		if manifest.Config != nil {
+			manifest.Layers = append(manifest.Layers, *manifest.Config)
+		}
+		for _, blob := range manifest.Layers {
+			if known[blob.Digest] {
+				continue
+			}
+			known[blob.Digest] = true
+			data, _, err := exchange(ctx, s, http.MethodGet, base+"/blobs/"+blob.Digest.String(), nil, http.StatusOK)
+			if err == nil {
+				err = os.WriteFile(filepath.Join(dir, blob.Digest.Encoded()), data, 0o644)
+			}
+			if err != nil {
+				return err
+			}
+		}
+		d := digest.FromBytes(body)
+		list = append(list, stored{d, mediaType})
+		return os.WriteFile(filepath.Join(dir, d.Encoded()), body, 0o644)
+	}
+	if err := save(reference); err != nil {
+		return fmt.Errorf("bench: save %s: %w", ref, err)
+	}
+	text, err := json.Marshal(list)
+	if err == nil {
+		err = os.WriteFile(filepath.Join(dir, "manifests.json"), text, 0o644)
+	}
+	if err != nil {
+		return fmt.Errorf("bench: save %s: %w", ref, err)
+	}
+	return nil
+}
+
+// Load pushes what Save has written, to a registry that has the image itself.
+func Load(ctx context.Context, s *site.Site, dir, ref string) error {
+	host, rest, _ := strings.Cut(ref, "/")
+	repository, tag, _ := strings.Cut(rest, ":")
+	base := "http://" + host + "/v2/" + repository
+	text, err := os.ReadFile(filepath.Join(dir, "manifests.json"))
+	if err != nil {
+		return fmt.Errorf("bench: load %s: %w", ref, err)
+	}
+	var list []stored
+	if err := json.Unmarshal(text, &list); err != nil || len(list) == 0 {
+		return fmt.Errorf("bench: load %s: %s/manifests.json lists no manifest (%w); remove it, and the image is prepared anew", ref, dir, err)
+	}
+	files, err := os.ReadDir(dir)
+	if err != nil {
+		return fmt.Errorf("bench: load %s: %w", ref, err)
+	}
+	for _, file := range files {
+		if slices.ContainsFunc(list, func(m stored) bool { return m.Digest.Encoded() == file.Name() }) || file.Name() == "manifests.json" {
+			continue
+		}
+		data, err := os.ReadFile(filepath.Join(dir, file.Name()))
+		if err == nil {
+			_, _, err = exchange(ctx, s, http.MethodPost, base+"/blobs/uploads/?digest="+digest.FromBytes(data).String(), data, http.StatusCreated)
+		}
+		if err != nil {
+			return fmt.Errorf("bench: load %s: %w", ref, err)
+		}
+	}
+	for i, m := range list {
+		body, err := os.ReadFile(filepath.Join(dir, m.Digest.Encoded()))
+		name := m.Digest.String()
+		if i == len(list)-1 {
+			name = tag
+		}
+		if err == nil {
+			_, _, err = exchange(ctx, s, http.MethodPut, base+"/manifests/"+name, body, http.StatusCreated, m.MediaType)
+		}
+		if err != nil {
+			return fmt.Errorf("bench: load %s: %w", ref, err)
+		}
+	}
+	return nil
+}
+
+// exchange sends one request to the registry, and gives the answer and its type.
+func exchange(ctx context.Context, s *site.Site, method, url string, body []byte, status int, mediaType ...string) (answer []byte, answered string, err error) {
+	req, err := http.NewRequestWithContext(ctx, method, url, bytes.NewReader(body))
+	if err != nil {
+		return nil, "", fmt.Errorf("bench: %w", err)
+	}
+	req.Header.Set("Accept", "*/*")
+	req.Header.Set("Content-Type", "application/octet-stream")
+	for _, t := range mediaType {
+		req.Header.Set("Content-Type", t)
+	}
+	response, err := cloudClient(s).Do(req)
+	if err != nil {
+		return nil, "", fmt.Errorf("bench: %w", err)
+	}
+	defer response.Body.Close()
+	answer, err = io.ReadAll(response.Body)
+	if err == nil && response.StatusCode != status {
+		err = fmt.Errorf("%s: %s", response.Status, answer)
+	}
+	if err != nil {
+		return nil, "", fmt.Errorf("bench: %s %s: %w", method, url, err)
+	}
+	return answer, response.Header.Get("Content-Type"), nil
 }

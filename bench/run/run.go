@@ -335,8 +335,11 @@ func (m *matrix) prepareBy(ctx context.Context, s *site.Site, e engines.Engine, 
 	converter, converts := e.(engines.Converter)
 	if converts {
 		before, ok, err := m.state.restore(ctx, s, converter, im, m.versions[e.Name()])
-		if ok || err != nil {
+		if ok || ctx.Err() != nil {
 			return before, err
+		}
+		if err != nil {
+			m.log("what %s has made of %s before is made anew: %v", e.Name(), im.Name, err)
 		}
 	}
 	if done, err = e.Prepare(ctx, s, m.Programs, im); err != nil {

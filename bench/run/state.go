@@ -8,12 +8,12 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 
 	"golang.org/x/sys/unix"
 
 	"hydrofoil.dev/foil/bench/engines"
-	"hydrofoil.dev/foil/bench/link"
 	"hydrofoil.dev/foil/bench/results"
 	"hydrofoil.dev/foil/bench/site"
 )
@@ -26,7 +26,7 @@ import (
 //	servers/PROGRAM/images/NAME-TAG.json  results.Image: what was pushed, and who has prepared it
 //	made/images/NAME-TAG/floor.json       floor: what the image touches, and its T*
 //	made/images/NAME-TAG/ENGINE.json      kept: that an engine has converted the image
-//	made/images/NAME-TAG/ENGINE/N/        the images that it has made of it, as skopeo's dir: has them
+//	made/images/NAME-TAG/ENGINE/N/        the images that it has made of it, see engines.Save
 //	made/servers/ENGINE/                  what an engine's own server keeps
 //
 // PROGRAM is the beginning of the digest of the foil program: another program may
@@ -141,7 +141,7 @@ func (s state) keep(ctx context.Context, at *site.Site, e engines.Converter, im 
 		return fmt.Errorf("bench: %w", err)
 	}
 	for i, ref := range e.Converted(im) {
-		if err := copyImage(ctx, at, "docker://"+ref, fmt.Sprintf("dir:%s/%d", dir, i)); err != nil {
+		if err := engines.Save(ctx, at, im, ref, filepath.Join(dir, strconv.Itoa(i))); err != nil {
 			return err
 		}
 	}
@@ -157,17 +157,11 @@ func (s state) restore(ctx context.Context, at *site.Site, e engines.Converter, 
 		return p, false, nil
 	}
 	for i, ref := range e.Converted(im) {
-		if err := copyImage(ctx, at, fmt.Sprintf("dir:%s/%d", dir, i), "docker://"+ref); err != nil {
+		if err := engines.Load(ctx, at, filepath.Join(dir, strconv.Itoa(i)), ref); err != nil {
 			return p, false, err
 		}
 	}
 	return k.Preparation, true, nil
-}
-
-// copyImage copies an image, or an index with all that it leads to, byte by byte.
-func copyImage(ctx context.Context, at *site.Site, from, to string) error {
-	_, err := at.Run(ctx, link.Cloud, "skopeo", "copy", "--all", "--preserve-digests", "--src-tls-verify=false", "--dest-tls-verify=false", from, to)
-	return err
 }
 
 // read reads a file of JSON, if there is one.
