@@ -65,13 +65,13 @@ demo: build
 # A small matrix, in less than ten minutes; `bench run --help` has the full one.
 # RESULTS is kept, and gone on with if it was interrupted.
 RESULTS ?= $(CACHE)/results/$(VERSION)
-IMAGES  ?= redis,debian
+IMAGES  ?= redis,nginx,debian
 ENGINES ?= hydrofoil,overlayfs,curl
 bench: build
 	@scripts/deps bench
 	cd bench && $(GO) build -o ../bin/bench ./cmd/bench
 	bin/bench run --foil bin/foil --cache $(CACHE) --out $(RESULTS) \
-		--images $(IMAGES) --engines $(ENGINES) --rtt 0,150ms --rate 100mbit --runs 2 --load 1s $(BENCHFLAGS)
+		--images $(IMAGES) --engines $(ENGINES) --rtt 0,150ms --rate 100mbit --runs 1 --load 1s $(BENCHFLAGS)
 	bin/bench report $(RESULTS)
 
 bench-server: build

@@ -31,6 +31,7 @@ type figure struct {
 	File    string // name of the PNG, without its ending
 	Title   string
 	Caption string
+	Wide    bool // as wide as two others: it has many bars
 	SVG     template.HTML
 	PNG     []byte
 }
@@ -109,6 +110,18 @@ type key struct {
 func compose(c draw.Canvas, p *plot.Plot, keys []key) {
 	const columns = 3
 	across := c.Max.X - c.Min.X
+	// A column is as wide as its longest text asks for.
+	var widths [columns]vg.Length
+	var all vg.Length
+	for column := range columns {
+		for i := column; i < len(keys); i += columns {
+			widths[column] = max(widths[column], p.Legend.TextStyle.Width(keys[i].text))
+		}
+		// The page's reader may have a wider font than is measured here.
+		widths[column] = 1.18*widths[column] + p.Legend.ThumbnailWidth + vg.Points(8)
+		all += widths[column]
+	}
+	left := vg.Length(0)
 	for column := range columns {
 		legend := plot.NewLegend()
 		legend.TextStyle, legend.Padding, legend.ThumbnailWidth = p.Legend.TextStyle, p.Legend.Padding, p.Legend.ThumbnailWidth
@@ -116,8 +129,11 @@ func compose(c draw.Canvas, p *plot.Plot, keys []key) {
 		for i := column; i < len(keys); i += columns {
 			legend.Add(keys[i].text, keys[i].thumb)
 		}
-		left := across / columns * vg.Length(column)
-		legend.Draw(draw.Crop(c, left, left+across/columns-across, 0, 0))
+		if all > across {
+			widths[column] *= across / all
+		}
+		legend.Draw(draw.Crop(c, left, left+widths[column]-across, 0, 0))
+		left += widths[column]
 	}
 	rows := (len(keys) + columns - 1) / columns
 	p.Draw(draw.Crop(c, 0, 0, 0, -vg.Points(17)*vg.Length(rows)-vg.Points(3)))
@@ -125,6 +141,10 @@ func compose(c draw.Canvas, p *plot.Plot, keys []key) {
 
 // render draws a plot twice: for the page, and as a file.
 func render(f figure, p *plot.Plot, keys []key) (figure, error) {
+	width := width
+	if f.Wide {
+		width *= 2
+	}
 	svg := vgsvg.New(width, height)
 	compose(margin(draw.New(svg)), p, keys)
 	var page bytes.Buffer
@@ -248,7 +268,12 @@ func drawBars(f figure, y string, names []string, series []line) (figure, error)
 	p := newPlot("", y)
 	p.X.Tick.Length = 0
 	var keys []key
-	barWidth := vg.Points(min(26, 250/float64(max(1, len(names)*(len(series)+1)))))
+	f.Wide = len(names)*len(series) > 30
+	room := 250.0
+	if f.Wide {
+		room, p.X.Tick.Label.Font.Size = 620, 9.5
+	}
+	barWidth := vg.Points(min(26, room/float64(max(1, len(names)*(len(series)+1)))))
 	top := 0.0
 	for i, s := range series {
 		var values plotter.Values
@@ -308,7 +333,11 @@ func (m *model) withFloor() []string { return append(append([]string(nil), m.eng
 // sections are all figures.
 func (m *model) sections() (all []section, err error) {
 	for _, rate := range m.rates {
-		for _, build := range []func(int64) (section, error){m.means, m.speedups, m.byImage, m.bytes, m.timelines, m.loads} {
+		builds := []func(int64) (section, error){m.byImage, m.bytes, m.timelines, m.loads}
+		if slices.Contains(m.Matrix.Rates, rate) { // else a mean would be over one image
+			builds = append([]func(int64) (section, error){m.means, m.speedups}, builds...)
+		}
+		for _, build := range builds {
 			s, err := build(rate)
 			if err != nil {
 				return nil, err

@@ -151,11 +151,11 @@ func (v *view) Headlines() (lines []headline) {
 		}
 		if len(values) > 0 {
 			lines = append(lines, headline{fmt.Sprintf("%.1f×", stats.HarmonicMean(values)),
-				fmt.Sprintf("as fast as a fresh full pull, %s (harmonic mean over images and round-trip times)", kind)})
+				fmt.Sprintf("as fast as a full pull from nothing: %s, harmonic mean over images and round-trip times", kind)})
 		}
 		if len(floors) > 0 {
 			lines = append(lines, headline{fmt.Sprintf("%.2f × T*", stats.GeometricMean(floors)),
-				fmt.Sprintf("is the time to ready, %s, in terms of the floor (geometric mean)", kind)})
+				fmt.Sprintf("is the time to ready in terms of the floor: %s, geometric mean", kind)})
 		}
 	}
 	return lines
