@@ -187,7 +187,7 @@ func (f *traceFlags) run(cmd *cobra.Command, file io.Writer) (last *picture.Trac
 			}
 		}
 		if res.Cut {
-			fmt.Fprintf(cmd.ErrOrStderr(), "foil: the service reads more than a trace can hold; what came after the first %d pages is left out\n", v.Pages)
+			fmt.Fprintf(cmd.ErrOrStderr(), "foil: the service reads more than a trace can hold (%d pieces, %d bytes): it has the first %d pages, what was read after them (%d pages or more) is left out\n", trace.MaxPieces, trace.MaxEncoded, v.Pages, res.Left)
 		}
 		if file != nil {
 			if err := printJSON(file, v); err != nil {

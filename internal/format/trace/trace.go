@@ -45,12 +45,14 @@ import (
 // BlockSize is the size of a page, bytes: the unit of presence maps as well.
 const BlockSize = 4096
 
-// MaxRuns bounds a list of runs, MaxArgs the arguments of a service, MaxEncoded
-// an encoded trace, bytes.
+// MaxRuns bounds a list of runs. The limits of a trace, for who takes and for who
+// accepts it, are MaxPieces, of Touched and Unused together, MaxEncoded, bytes, and
+// MaxArgs: Fit keeps them. 131,072 pieces are 512 MiB that are read page by page.
 const (
 	MaxRuns    = 1 << 20
 	MaxArgs    = 1 << 10
-	MaxEncoded = 16 << 20
+	MaxPieces  = 1 << 17
+	MaxEncoded = 1 << 20
 )
 
 const (
@@ -218,6 +220,52 @@ func (t *Trace) Encode() []byte {
 	b = AppendRuns(b, runs)
 	b = columns.Append(b, times, true)
 	return AppendRuns(b, t.Unused)
+}
+
+// Fit encodes a trace within the limits, and makes t what the encoded one is. One that
+// is too large has what was read on from its place put together first; then
+// what was delivered and not touched is left out, and then what was touched
+// last. It returns how many pages that were touched are left out. Only Args can make the
+// result larger than MaxEncoded.
+func (t *Trace) Fit() (encoded []byte, left int64) {
+	if len(t.Touched)+len(t.Unused) > MaxPieces {
+		t.join()
+	}
+	cut := func(n int) {
+		for _, r := range t.Touched[n:] {
+			left += int64(r.Blocks)
+		}
+		t.Touched = t.Touched[:n]
+	}
+	cut(min(len(t.Touched), MaxPieces))
+	t.Unused = t.Unused[:min(len(t.Unused), MaxPieces-len(t.Touched))]
+	for {
+		encoded = t.Encode()
+		switch {
+		case len(encoded) <= MaxEncoded || len(t.Touched) == 0 && len(t.Unused) == 0:
+			return encoded, left
+		case len(t.Unused) > 0:
+			t.Unused = nil
+		default:
+			cut(int(float64(len(t.Touched)) * 0.95 * MaxEncoded / float64(len(encoded))))
+		}
+	}
+}
+
+// join puts together touches of pages that follow each other in a content, and
+// in time.
+func (t *Trace) join() {
+	joined := t.Touched[:0]
+	for _, r := range t.Touched {
+		if n := len(joined); n > 0 {
+			if b := &joined[n-1]; b.Content == r.Content && b.End() == r.First && b.Waited == r.Waited {
+				b.Blocks += r.Blocks
+				continue
+			}
+		}
+		joined = append(joined, r)
+	}
+	t.Touched = joined
 }
 
 // Decode reads what Encode wrote. Errors: ErrCorrupt, or that of package

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"flag"
 	"math"
+	"math/rand/v2"
 	"os"
 	"path/filepath"
 	"testing"
@@ -254,4 +255,64 @@ func BenchmarkTrace(b *testing.B) {
 			}
 		}
 	})
+}
+
+// TestFit: a trace within the limits stays as it is; of a larger one what is
+// needed last goes, and what is left decodes.
+func TestFit(t *testing.T) {
+	d := digest.FromString("rootfs")
+	random := rand.New(rand.NewPCG(1, 2))
+	of := func(n int, page func(i int) trace.Run) *trace.Trace {
+		v := &trace.Trace{ChainID: d, TOC: d, Args: []string{"serve"}}
+		for i := range n {
+			v.Touched = append(v.Touched, trace.Touch{Run: page(i), At: time.Duration(i) * time.Microsecond})
+		}
+		return v
+	}
+	sequential := func(i int) trace.Run { return trace.Run{Content: uint32(i / 1000), First: uint32(i % 1000), Blocks: 1} }
+	apart := func(i int) trace.Run { return trace.Run{Content: uint32(i % 2), First: uint32(i), Blocks: 1} }
+	anywhere := func(i int) trace.Run {
+		return trace.Run{Content: random.Uint32N(1 << 30), First: random.Uint32N(1 << 20), Blocks: 1 + random.Uint32N(1<<16)}
+	}
+	for _, c := range []struct {
+		name   string
+		t      *trace.Trace
+		unused int
+		pieces int  // at most
+		left   bool // something is left out
+	}{
+		{"small", of(1000, sequential), 10, 1010, false},
+		{"as large as may be", of(trace.MaxPieces, apart), 0, trace.MaxPieces, false},
+		{"sequential", of(4*trace.MaxPieces, sequential), 10, 4*trace.MaxPieces/1000 + 11, false},
+		{"too many pieces", of(trace.MaxPieces+5, apart), 10, trace.MaxPieces, true},
+		{"too many unused", of(trace.MaxPieces-5, apart), 10, trace.MaxPieces, false},
+		{"too many bytes", of(trace.MaxPieces-5, anywhere), 5, trace.MaxPieces - 6, true},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			for i := range c.unused {
+				c.t.Unused = append(c.t.Unused, trace.Run{Content: 7, First: uint32(2 * i), Blocks: 1})
+			}
+			pages := func() (n int64) {
+				for _, r := range c.t.Touched {
+					n += int64(r.Blocks)
+				}
+				return n
+			}
+			all, first := pages(), c.t.Touched[0]
+			b, left := c.t.Fit()
+			if len(b) > trace.MaxEncoded || left > 0 != c.left || pages()+left != all {
+				t.Errorf("%d bytes, %d pages left out, %d are in it of %d", len(b), left, pages(), all)
+			}
+			got, err := trace.Decode(b)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if n := len(got.Touched) + len(got.Unused); n > c.pieces || len(got.Touched) != len(c.t.Touched) {
+				t.Errorf("%d pieces, %d touched; want at most %d", n, len(got.Touched), c.pieces)
+			}
+			if got.Touched[0].Content != first.Content || got.Touched[0].First != first.First {
+				t.Errorf("it begins with %+v", got.Touched[0])
+			}
+		})
+	}
 }

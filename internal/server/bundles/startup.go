@@ -154,7 +154,7 @@ func about(r *http.Request) string {
 
 // trace takes a trace.
 func (h *Handler) trace(w http.ResponseWriter, r *http.Request) {
-	b, err := h.body(w, r, startup.MaxTrace)
+	b, err := h.body(w, r, trace.MaxEncoded)
 	if err == nil {
 		var m *Resolved
 		var x *planner.Index

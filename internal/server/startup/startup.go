@@ -82,9 +82,6 @@ import (
 
 // Limits on traces.
 const (
-	// MaxTrace bounds an encoded trace, bytes.
-	MaxTrace = 1 << 20
-	maxRuns  = 1 << 17 // of a trace
 	// maxPieces bounds the runs of all sets of an image: cut where others start or
 	// end, and into frames, they must not be more than trace.MaxRuns.
 	maxPieces = trace.MaxRuns / 4
@@ -216,8 +213,8 @@ func check(m Image, table *toc.TOC, body []byte) (*trace.Trace, error) {
 	refuse := func(format string, args ...any) (*trace.Trace, error) {
 		return nil, fmt.Errorf("%w: "+format, append([]any{ErrRefused}, args...)...)
 	}
-	if len(body) > MaxTrace {
-		return refuse("it has %d bytes, at most %d", len(body), MaxTrace)
+	if len(body) > trace.MaxEncoded {
+		return refuse("it has %d bytes, at most %d: what is touched last can be left out", len(body), trace.MaxEncoded)
 	}
 	t, err := trace.Decode(body)
 	if err != nil {
@@ -226,8 +223,8 @@ func check(m Image, table *toc.TOC, body []byte) (*trace.Trace, error) {
 	if t.ChainID != m.ChainID || t.TOC != m.TOC {
 		return refuse("it is of rootfs %s in TOC %s; the image is %s in %s: pull it again and trace that", t.ChainID, t.TOC, m.ChainID, m.TOC)
 	}
-	if n := len(t.Touched) + len(t.Unused); n > maxRuns {
-		return refuse("it has %d runs of pages, at most %d", n, maxRuns)
+	if n := len(t.Touched) + len(t.Unused); n > trace.MaxPieces {
+		return refuse("it has %d runs of pages, at most %d: what is touched last can be left out", n, trace.MaxPieces)
 	}
 	touched := make([]trace.Run, len(t.Touched))
 	pages := int64(0)

@@ -181,9 +181,11 @@ type TraceRequest struct {
 // TraceResult is the trace of one run.
 type TraceResult struct {
 	Trace []byte `json:"trace"` // encoded, see package trace
-	// Cut says that the run read more than a trace can hold.
-	Cut  bool `json:"cut,omitempty"`
-	Sent bool `json:"sent"`
+	// Cut says that the run read more than a trace can hold: what it read last is
+	// left out. Left is how many pages these are at least.
+	Cut  bool  `json:"cut,omitempty"`
+	Left int64 `json:"left,omitempty"`
+	Sent bool  `json:"sent"`
 	// SendError says why it was not sent although that was asked for.
 	SendError string `json:"send_error,omitempty"`
 }

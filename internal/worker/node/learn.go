@@ -347,7 +347,7 @@ func (l *learner) send(t *trace.Trace) {
 	if img == nil {
 		return
 	}
-	encoded := t.Encode()
+	encoded, _ := t.Fit()
 	if len(encoded) > trace.MaxEncoded || len(t.Args) > trace.MaxArgs {
 		return
 	}

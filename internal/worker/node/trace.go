@@ -178,10 +178,11 @@ func (n *Node) Trace(ctx context.Context, id string, req api.TraceRequest) (*api
 		}
 		t.Touched = tr.places.touch(t.Touched, r, max(r.At.Sub(req.Started), 0))
 	}
-	res := &api.TraceResult{Trace: t.Encode(), Cut: cut}
-	if len(res.Trace) > trace.MaxEncoded {
-		return nil, errorf(api.CodeUnsupported, "the trace of container %s is too large: %d bytes, at most %d", id, len(res.Trace), trace.MaxEncoded)
+	encoded, left := t.Fit()
+	if len(encoded) > trace.MaxEncoded {
+		return nil, errorf(api.CodeUnsupported, "the arguments of container %s are too long for a trace, which has at most %d bytes: put them into a file of the image", id, trace.MaxEncoded)
 	}
+	res := &api.TraceResult{Trace: encoded, Cut: cut || left > 0, Left: left}
 	if req.Send {
 		if err := n.sendTrace(ctx, n.again(c.Ref, req.Credential), c.Digest, res.Trace); err != nil {
 			res.SendError = asError(err).Message
