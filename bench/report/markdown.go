@@ -2,6 +2,7 @@ package report
 
 import (
 	"fmt"
+	"maps"
 	"math"
 	"slices"
 	"strings"
@@ -206,9 +207,16 @@ func (m *model) markdownFailures(b *strings.Builder, only []string) {
 	v := view{model: m}
 	counts := func(e string) bool { return len(only) == 0 || slices.Contains(only, e) }
 	var lines []string
-	for _, r := range m.failed {
-		if counts(r.Engine) {
-			lines = append(lines, fmt.Sprintf("%s, %s, %s, %d ms, %s, run %d: %s", label(r.Engine), r.Image, r.Kind, r.RTT/time.Millisecond, rateText(r.Rate), r.Rep, firstLine(r.Err)))
+	for _, e := range m.Matrix.Engines {
+		if !counts(e.Name) {
+			continue
+		}
+		for _, image := range m.Matrix.Images {
+			for _, kind := range []results.Kind{results.Fresh, results.Update} {
+				for _, rate := range m.rates {
+					lines = append(lines, m.markdownFailed(e.Name, image, kind, rate)...)
+				}
+			}
 		}
 	}
 	for _, im := range m.Images {
@@ -234,4 +242,33 @@ func (m *model) markdownFailures(b *strings.Builder, only []string) {
 	for _, line := range lines {
 		fmt.Fprintf(b, "- %s\n", line)
 	}
+}
+
+// markdownFailed says which runs failed of an engine with an image, a line for each
+// way in which they did.
+func (m *model) markdownFailed(engine, image string, kind results.Kind, rate int64) (lines []string) {
+	runs := map[string]int{}
+	rtts := map[string][]time.Duration{}
+	for _, r := range m.failed {
+		if r.Engine != engine || r.Image != image || r.Kind != kind || r.Rate != rate {
+			continue
+		}
+		why := firstLine(r.Err)
+		runs[why]++
+		if !slices.Contains(rtts[why], r.RTT) {
+			rtts[why] = append(rtts[why], r.RTT)
+		}
+	}
+	for _, why := range slices.Sorted(maps.Keys(runs)) {
+		var at []string
+		for _, rtt := range slices.Sorted(slices.Values(rtts[why])) {
+			at = append(at, fmt.Sprint(rtt.Milliseconds()))
+		}
+		count := "1 run"
+		if runs[why] > 1 {
+			count = fmt.Sprintf("%d runs", runs[why])
+		}
+		lines = append(lines, fmt.Sprintf("%s, %s, %s, %s: %s at %s ms: %s", label(engine), image, kind, rateText(rate), count, strings.Join(at, ", "), why))
+	}
+	return lines
 }
