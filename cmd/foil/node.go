@@ -129,6 +129,13 @@ Exit codes: 0 it was told to end; 1 an error, in the log as well.`,
 			default:
 				return usagef("--startup %s: say on or off", startup)
 			}
+			store, err := systemd.OpenStore()
+			if err != nil {
+				return err
+			}
+			if store != nil {
+				opts.Store = store
+			}
 			opts.Version = version()
 			opts.Listening = whenAll(listeners(at.snapshotter), func() { tell(opts.Logger, systemd.Ready, systemd.Status("serving %s", opts.Root)) })
 			n, err := node.New(opts)

@@ -253,24 +253,46 @@ func TestTheUnitUnderSystemd(t *testing.T) {
 	r.waits(t)
 	old := pid()
 	ctl("kill", "--signal=SIGKILL", "--kill-who=main", "foil-node")
-	eventually(t, "systemd starts the daemon again", func() error {
-		st, err := w.client.Status(t.Context())
-		if err == nil && st.PID == old {
-			err = errors.New("it is there still")
-		}
-		if err == nil {
-			_, err = sd.ctl("is-active", "foil-node")
-		}
-		return err
-	})
+	started := func(old int) {
+		t.Helper()
+		eventually(t, "systemd starts the daemon again", func() error {
+			st, err := w.client.Status(t.Context())
+			if err == nil && st.PID == old {
+				err = errors.New("it is there still")
+			}
+			if err == nil {
+				_, err = sd.ctl("is-active", "foil-node")
+			}
+			return err
+		})
+	}
+	started(old)
 	r.waits(t)
+	// Daemon and keeper at once: what they held, systemd has as well.
+	old = pid()
+	ctl("kill", "--signal=SIGKILL", "--kill-who=all", "foil-node")
+	started(old)
+	if now := pidsOf(t, root, "keeper"); len(now) != 1 || now[0] == keepers[0] {
+		t.Errorf("keepers %v after both were killed, %v before", now, keepers)
+	}
+	r.waits(t)
+	if st, err := w.client.Status(t.Context()); err != nil || len(st.Warnings) > 0 {
+		t.Errorf("after both were killed: %+v, %v", st, err)
+	}
 	k.open()
 	if got := r.ends(t); !bytes.Equal(got, want) {
-		t.Errorf("the read that waited through a restart and a kill got %d bytes (%v), not those of the file", len(got), r.err)
+		t.Errorf("the read that waited through a restart and kills got %d bytes (%v), not those of the file", len(got), r.err)
 	}
 	w.mustPull(ref, api.Complete)
 	if last, bad := w.verify(ref); len(bad) > 0 || last.Checked != last.Total {
 		t.Errorf("verify: %+v, bad %v", last, bad)
+	}
+	// What is complete needs none; a FUSE gate has it until its mount has gone.
+	if st, err := w.client.Status(t.Context()); err == nil && st.Gate == "fanotify" {
+		n := strings.TrimSpace(ctl("show", "--property=NFileDescriptorStore", "--value", "foil-node"))
+		if n != "2" {
+			t.Errorf("systemd keeps %s descriptors, want the gate's group and journal", n)
+		}
 	}
 	ctl("stop", "foil-node")
 }

@@ -29,8 +29,11 @@ func (n *Node) openGate() (held map[string]*os.File, err error) {
 		return nil, err
 	}
 	held = n.keeper.Held()
+	if n.fromStore = n.holders().inherit(held); n.fromStore {
+		n.log.Warn("keeper and daemon died together; the service manager has kept the gate", "descriptors", len(held))
+	}
 	g, fresh, loop, err := gate.Open(ctx, gate.Choice{Kind: n.opts.Gate, Root: n.opts.Root}, gate.Options{
-		Keeper: n.keeper, Held: held, Logger: n.log, Dir: filepath.Join(n.opts.Root, "run", "gate"),
+		Keeper: n.holders(), Held: held, Logger: n.log, Dir: filepath.Join(n.opts.Root, "run", "gate"),
 	})
 	if err != nil {
 		return nil, err
@@ -38,6 +41,8 @@ func (n *Node) openGate() (held map[string]*os.File, err error) {
 	n.gate, n.gateLost, n.loop = g, fresh, loop
 	return held, nil
 }
+
+func (n *Node) holders() holders { return holders{n, n.opts.Store} }
 
 // dropLeft takes from the keeper what restore found no use for: arenas whose
 // rootfs was removed, or completed, just when the daemon died. The descriptor of
@@ -58,7 +63,7 @@ func (n *Node) dropLeft(held map[string]*os.File) {
 		if !strings.HasPrefix(name, gate.KeptArena) || used[name] {
 			continue
 		}
-		if err := n.keeper.Drop(n.ctx, name); err != nil {
+		if err := n.holders().Drop(n.ctx, name); err != nil {
 			n.log.Warn("take a descriptor from the keeper", "name", name, "error", err)
 		}
 		_ = f.Close()

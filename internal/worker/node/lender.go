@@ -329,7 +329,7 @@ func (n *Node) dropKept(r *rootfs) {
 	if r.kept == nil {
 		return
 	}
-	if err := n.keeper.Drop(n.ctx, gate.KeptArena+r.name()); err != nil {
+	if err := n.holders().Drop(n.ctx, gate.KeptArena+r.name()); err != nil {
 		n.log.Warn("take a descriptor from the keeper", "rootfs", r.rec.ChainID, "error", err)
 	}
 	_ = r.kept.Close()

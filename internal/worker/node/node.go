@@ -73,6 +73,8 @@ type Options struct {
 	Gate string
 	// Hosts says who answers for registries. Its Logger is set to this one's.
 	Hosts hosts.Options
+	// Store, when set, keeps descriptors besides the keeper.
+	Store DescriptorStore
 	// Credentials, when set, has what somebody who pulls by this daemon shows to
 	// the registry of an image, by its name, HOST/REPOSITORY; none: what Hosts
 	// has.
@@ -115,8 +117,9 @@ type Node struct {
 	metrics *nodeMetrics
 	kept    []*fetch.Client // of opts.Connect
 	// gateLost: there was no gate to take over when this daemon started.
-	gateLost bool
-	began    string // one of the constants of that name; set by restore
+	gateLost  bool
+	fromStore bool   // the gate was with Options.Store only
+	began     string // one of the constants of that name; set by restore
 
 	ctx  context.Context // ends when the node closes; pulls run under it
 	stop context.CancelCauseFunc

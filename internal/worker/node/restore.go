@@ -269,6 +269,9 @@ func (n *Node) reopen(r *rootfs, held map[string]*os.File, read map[digest.Diges
 	var a *arena.Arena
 	if f := held[gate.KeptArena+r.name()]; f != nil {
 		a, err = arena.OpenFile(r.dir, f, l)
+	} else if n.fromStore {
+		// It is marked still: a new descriptor would wait for itself.
+		return errorf(api.CodeUnavailable, "keeper and daemon died together, and the service manager has not kept the descriptor of its arena (see FileDescriptorStoreMax= of the unit, and its log): end the containers on it, remove the image and pull it again")
 	} else {
 		a, err = arena.Open(r.dir, l)
 	}

@@ -1,13 +1,11 @@
-// Package systemd tells the service manager how a service is doing, by its
-// notification protocol (sd_notify(3)): a datagram of lines VARIABLE=VALUE to the
+// Package systemd tells the service manager how a service is doing, and has it
+// keep descriptors, by its notification protocol (sd_notify(3)): a datagram of lines VARIABLE=VALUE to the
 // Unix socket that NOTIFY_SOCKET names. A name that begins with '@' is in the
 // abstract namespace.
 package systemd
 
 import (
-	"errors"
 	"fmt"
-	"net"
 	"os"
 	"strings"
 )
@@ -21,22 +19,22 @@ const (
 // Notify sends lines to the manager. Without one (NOTIFY_SOCKET is not set) it
 // does nothing.
 func Notify(lines ...string) error {
-	path := os.Getenv("NOTIFY_SOCKET")
-	if path == "" {
+	if os.Getenv("NOTIFY_SOCKET") == "" {
 		return nil
 	}
-	if !strings.HasPrefix(path, "/") && !strings.HasPrefix(path, "@") {
-		return fmt.Errorf("tell the service manager: NOTIFY_SOCKET is %q: neither a path nor an abstract name", path)
-	}
-	c, err := net.DialUnix("unixgram", nil, &net.UnixAddr{Name: path, Net: "unixgram"})
-	if err != nil {
-		return fmt.Errorf("tell the service manager: %w", err)
-	}
-	_, err = c.Write([]byte(strings.Join(lines, "\n")))
-	if err := errors.Join(err, c.Close()); err != nil {
+	if err := send([]byte(strings.Join(lines, "\n"))); err != nil {
 		return fmt.Errorf("tell the service manager: %w", err)
 	}
 	return nil
+}
+
+// address is the manager's.
+func address() (string, error) {
+	path := os.Getenv("NOTIFY_SOCKET")
+	if !strings.HasPrefix(path, "/") && !strings.HasPrefix(path, "@") {
+		return "", fmt.Errorf("NOTIFY_SOCKET is %q: neither a path nor an abstract name", path)
+	}
+	return path, nil
 }
 
 // Status is a line for people: systemctl status shows it.
