@@ -28,6 +28,12 @@ type image struct {
 	Config   []byte        `json:"config"`
 	ChainID  digest.Digest `json:"chain_id"`
 	Created  time.Time     `json:"created"`
+	// Entrypoint, Args and NoStartup are those of the pull that brings it, so that
+	// a new daemon asks for the same startup set. Records of before they were noted
+	// have none: the image's own service.
+	Entrypoint []string `json:"entrypoint,omitzero"`
+	Args       []string `json:"args,omitzero"`
+	NoStartup  bool     `json:"no_startup,omitempty"`
 	// Why is the last failure of its pull; empty while it is well.
 	Why string `json:"-"`
 	// used is when it was used last: the record's time of change on the disk.

@@ -445,6 +445,10 @@ func (p *pull) resolved(img *bundle.Image) {
 			Config:   img.Config.Bytes,
 			ChainID:  img.ChainID,
 			Created:  time.Now().UTC(),
+
+			Entrypoint: p.req.Entrypoint,
+			Args:       p.req.Args,
+			NoStartup:  p.req.NoStartup,
 		}
 	}
 	p.mu.Unlock()

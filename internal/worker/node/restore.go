@@ -116,7 +116,10 @@ func (n *Node) restore(held map[string]*os.File) error {
 func (n *Node) goOn(images []*image) {
 	for _, img := range images {
 		n.log.Info("going on with the pull of an image", "ref", img.Ref, "digest", img.Digest)
-		req := api.PullRequest{Ref: img.Ref, Platform: img.Platform, PlainHTTP: img.Plain}
+		req := api.PullRequest{
+			Ref: img.Ref, Platform: img.Platform, PlainHTTP: img.Plain,
+			Entrypoint: img.Entrypoint, Args: img.Args, NoStartup: img.NoStartup,
+		}
 		if _, err := n.startPull(req, img.Digest); err != nil {
 			n.log.Warn("go on with the pull of an image", "ref", img.Ref, "error", err)
 		}

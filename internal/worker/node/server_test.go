@@ -266,6 +266,9 @@ func (s *fakeServer) pull(w http.ResponseWriter, r *http.Request) {
 	}
 	_ = out.Image(&header)
 	plan, frames := s.plan(m, req)
+	if req.Images[0].Header {
+		plan, frames = &bundle.Plan{}, nil
+	}
 	_ = out.Plan(plan)
 	_ = out.Flush()
 	for i, f := range frames {
