@@ -85,8 +85,9 @@ func (n *Node) passGate() {
 			continue
 		}
 		n.mu.Lock()
-		r.gated = false
+		r.gated, r.direct = false, false
 		n.mu.Unlock()
+		n.readArenasDirectly(r)
 	}
 }
 

@@ -90,6 +90,7 @@ type Options struct {
 	ReportSample float64
 
 	earlyFor time.Duration // the constant of that name when 0
+	warmFor  time.Duration // the constant of that name when 0
 
 	// Listening, when set, is called when Serve's socket takes connections.
 	Listening func()

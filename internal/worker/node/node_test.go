@@ -77,6 +77,7 @@ type host struct {
 	giveUp time.Duration
 	early  time.Duration // how long pulls that are begun for a header wait; 0: an hour
 	store  DescriptorStore
+	warm   time.Duration // Options.warmFor; 0: an hour
 	n      *Node
 	log    logBuffer
 }
@@ -128,7 +129,7 @@ func (h *host) options() Options {
 	if err != nil {
 		h.t.Fatal(err)
 	}
-	return Options{Root: h.root, Binary: self, GiveUp: h.giveUp, Store: h.store, earlyFor: cmp.Or(h.early, time.Hour), Logger: slog.New(slog.NewTextHandler(&h.log, nil))}
+	return Options{Root: h.root, Binary: self, GiveUp: h.giveUp, Store: h.store, earlyFor: cmp.Or(h.early, time.Hour), warmFor: cmp.Or(h.warm, time.Hour), Logger: slog.New(slog.NewTextHandler(&h.log, nil))}
 }
 
 func (h *host) start() {

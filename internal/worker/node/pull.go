@@ -698,10 +698,9 @@ func (n *Node) finish(ctx context.Context, r *rootfs) error {
 	n.at("recorded")
 	n.mu.Lock()
 	r.rec.Complete = true
-	n.mu.Unlock()
-	n.mu.Lock()
 	learning := r.learning
 	n.mu.Unlock()
+	n.keepWarm(r)
 	if learning.underway() {
 		// Only the gate sees what it reads.
 		n.work.Go(func() {

@@ -91,6 +91,7 @@ func (n *Node) restore(held map[string]*os.File) error {
 	n.mu.Unlock()
 	n.collect()
 	n.passGate()
+	n.readDirectly()
 	n.mu.Lock()
 	var again []*image
 	named := make(map[digest.Digest]bool)

@@ -65,6 +65,7 @@ type rootfs struct {
 	committed bool          // its record is on the disk: a new daemon will know it
 	mounted   bool
 	gated     bool  // its mount reads by files of the gate: see gated.go
+	direct    bool  // its mount reads past the page cache of arenas: see direct.go
 	starting  bool  // its mount is to be made without read-ahead: see readahead.go
 	filling   *pull // that fills it now
 	// readAheadFile sets the read-ahead of a mount that this daemon made without
@@ -76,6 +77,8 @@ type rootfs struct {
 	learning *learner
 	users    int   // pulls and others that use it; it is not removed while there are any
 	broken   error // why nothing may be served from it
+
+	warmUntil time.Time // when its mount may become direct
 }
 
 // isReady reports whether nobody is making its first mount.
@@ -457,8 +460,9 @@ func (n *Node) mount(r *rootfs) error {
 		return mountError(fmt.Errorf("mount rootfs %s: %w", r.rec.ChainID, err))
 	}
 	n.mu.Lock()
-	r.mounted, r.gated = true, gated
+	r.mounted, r.gated, r.direct = true, gated, false
 	n.mu.Unlock()
+	n.readArenasDirectly(r)
 	return nil
 }
 
