@@ -127,7 +127,8 @@ func MountErofs(e Erofs) error {
 // SetErofsDirect makes the EROFS filesystem that is mounted at target read its
 // devices past the page cache, where their own filesystem can (Linux 6.15; not
 // over loop devices). What it keeps of them it keeps once, in its own files'
-// page cache, and a read costs no read-ahead of the device besides its own.
+// page cache, and a read costs no read-ahead of the device besides its own. Where
+// ReadsPagesDirectly says no of a device, reads would fail.
 func SetErofsDirect(target string) error {
 	fs, err := unix.Fspick(unix.AT_FDCWD, target, unix.FSPICK_CLOEXEC|unix.FSPICK_SYMLINK_NOFOLLOW)
 	if err != nil {
@@ -141,6 +142,18 @@ func SetErofsDirect(target string) error {
 		return fmt.Errorf("read the devices of the EROFS mount %s directly: %w", target, err)
 	}
 	return nil
+}
+
+// ReadsPagesDirectly reports whether a file can be read past the page cache a
+// page at a time. A filesystem that does not say counts as one that cannot.
+func ReadsPagesDirectly(path string) (bool, error) {
+	var st unix.Statx_t
+	if err := unix.Statx(unix.AT_FDCWD, path, 0, unix.STATX_DIOALIGN, &st); err != nil {
+		return false, fmt.Errorf("statx %s: %w", path, err)
+	}
+	page := uint32(os.Getpagesize())
+	fits := func(align uint32) bool { return align > 0 && align <= page }
+	return st.Mask&unix.STATX_DIOALIGN != 0 && fits(st.Dio_mem_align) && fits(st.Dio_offset_align), nil
 }
 
 // noErofsOn reports whether a filesystem is known not to carry images.

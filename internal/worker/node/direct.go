@@ -70,6 +70,13 @@ func (n *Node) readArenasDirectly(r *rootfs) {
 	if !can {
 		return
 	}
+	devices, _ := n.devices(r)
+	for _, d := range devices {
+		if ok, err := kernel.ReadsPagesDirectly(d); !ok {
+			n.log.Debug("pages of an image are kept twice until memory is short: its arenas' filesystem reads no single pages directly", "rootfs", r.rec.ChainID, "error", err)
+			return
+		}
+	}
 	if err := kernel.SetErofsDirect(r.path("mnt")); err != nil {
 		n.log.Debug("pages of an image are kept twice until memory is short", "rootfs", r.rec.ChainID, "error", err)
 		return
