@@ -11,10 +11,21 @@
 //	random      read blocks of 4 KiB at random places of them
 //	mmap        touch each page of their mappings
 //	exec        run a program of the image a few times, in it
+//	task        what the image is for (see tasks): redis and PostgreSQL under
+//	            load, a C++ program compiled
 //
 // each with the page cache dropped before (cold) and again right after (warm).
+// Before the first of them it is waited until Hydrofoil's mount reads past its
+// arenas' page cache, which it does a minute after the image is complete.
+//
 // Shared says which part of the pages that one container has read the other
-// finds in the page cache.
+// finds in the page cache; Memory by how much the page cache of the machine grows
+// when one container reads its largest files, then a second one, then one of
+// another image (Options.With).
+//
+// With Options.Arriving the same operations, cold, are timed in a container that
+// is ready while the rest of its image arrives over a link, by Hydrofoil, each on
+// a worker of its own: what lazy reads cost.
 package running
 
 import (
@@ -29,6 +40,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"syscall"
 	"text/tabwriter"
@@ -47,6 +59,9 @@ import (
 type Options struct {
 	Programs engines.Programs
 	Image    string // NAME:TAG of the declared ones
+	With     string // another one, for Memory; "" for none
+	Arriving bool
+	Link     link.Options // of Arriving
 	Rounds   int
 	Cache    string // directory on a disk
 	Out      io.Writer
@@ -56,11 +71,32 @@ type Options struct {
 
 // Result is what was measured.
 type Result struct {
-	Image  string  `json:"image"`
-	Files  int     `json:"files"`
-	Bytes  int64   `json:"bytes"` // of the largest files, that read, random and mmap work on
-	Rows   []Row   `json:"rows"`
-	Shared []Share `json:"shared"`
+	Image  string   `json:"image"`
+	Files  int      `json:"files"`
+	Bytes  int64    `json:"bytes"` // of the largest files, that read, random and mmap work on
+	Rows   []Row    `json:"rows"`
+	Shared []Share  `json:"shared"`
+	Memory []Memory `json:"memory"`
+	// Arriving is there instead of the others if it was asked for.
+	Arriving []Arriving `json:"arriving,omitempty"`
+	Link     string     `json:"link,omitempty"`
+}
+
+// Memory is by how many bytes the page cache grew.
+type Memory struct {
+	Engine string `json:"engine"`
+	One    int64  `json:"one"`             // by the first container
+	Two    int64  `json:"two"`             // by the second one
+	Other  int64  `json:"other,omitempty"` // by one of the other image
+}
+
+// Arriving is one operation while the image arrives: the median in seconds, and
+// of how many rounds the image was complete before the operation had ended.
+type Arriving struct {
+	What     string  `json:"what"`
+	Seconds  float64 `json:"seconds"`
+	Complete int     `json:"complete"`
+	Rounds   int     `json:"rounds"`
 }
 
 // Row is one operation: medians in seconds, by engine, and the median of the
@@ -98,21 +134,30 @@ func Run(ctx context.Context, o Options) (err error) {
 		return err
 	}
 	builder := images.Builder{Cache: filepath.Join(o.Cache, "images"), Log: o.Log}
-	built, err := builder.Build(ctx, catalogue, o.Image)
-	if err != nil {
-		return err
+	var ims []engines.Image
+	for _, name := range []string{o.Image, o.With} {
+		if name == "" {
+			continue
+		}
+		built, err := builder.Build(ctx, catalogue, name)
+		if err != nil {
+			return err
+		}
+		ready, err := site.ParseReadiness(built.Probe, false)
+		if err != nil {
+			return err
+		}
+		ims = append(ims, engines.Image{Name: name, Ref: engines.RegistryAddr + "/" + name, Built: built, Ready: ready, Command: built.Args})
 	}
-	ready, err := site.ParseReadiness(built.Probe, false)
-	if err != nil {
-		return err
-	}
-	im := engines.Image{Name: o.Image, Ref: engines.RegistryAddr + "/" + o.Image, Built: built, Ready: ready, Command: built.Args}
 	dir, err := site.Scratch(o.Cache, "running-")
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, site.RemoveTree(dir)) }()
-	l, err := link.New(context.WithoutCancel(ctx), link.Options{})
+	if !o.Arriving {
+		o.Link = link.Options{}
+	}
+	l, err := link.New(context.WithoutCancel(ctx), o.Link)
 	if err != nil {
 		return err
 	}
@@ -123,37 +168,84 @@ func Run(ctx context.Context, o Options) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, server.Stop(syscall.SIGTERM)) }()
-	if err := engines.Push(ctx, s, im); err != nil {
-		return err
+	for _, im := range ims {
+		if err := engines.Push(ctx, s, im); err != nil {
+			return err
+		}
+	}
+	if o.Arriving {
+		return arriving(ctx, s, o, ims[0])
 	}
 	contestants := []engines.Engine{&engines.Hydrofoil{}, &engines.Containerd{Snapshotter: "overlayfs"}}
-	return mountAll(ctx, s, o, im, contestants, nil)
+	return mountAll(ctx, s, o, ims, contestants, nil)
 }
 
-// mountAll provisions an image with each engine, mounts it twice, and when all
-// are mounted measures.
-func mountAll(ctx context.Context, s *site.Site, o Options, im engines.Image, left []engines.Engine, trees [][2]string) (err error) {
+// mountAll provisions the images with each engine, mounts the first one twice and
+// the other once, and when all are mounted measures.
+func mountAll(ctx context.Context, s *site.Site, o Options, ims []engines.Image, left []engines.Engine, trees [][]string) (err error) {
 	if len(left) == 0 {
-		return measure(ctx, o, im, trees)
+		return measure(ctx, o, ims[0], trees)
 	}
-	w := left[0].Worker(s, o.Programs, filepath.Join(s.Dir, left[0].Name()))
+	dir := filepath.Join(s.Dir, left[0].Name())
+	w := left[0].Worker(s, o.Programs, dir)
 	if err := w.Start(ctx); err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, w.Stop()) }()
-	if err := provision(ctx, s, w, im); err != nil {
-		return fmt.Errorf("%s: %w", left[0].Name(), err)
+	for _, im := range ims {
+		if err := provision(ctx, s, w, im, true); err != nil {
+			return fmt.Errorf("%s: %w", left[0].Name(), err)
+		}
 	}
 	mounter := w.(engines.Mounter)
-	return mounter.Mounted(ctx, im.Ref, func(first string) error {
-		return mounter.Mounted(ctx, im.Ref, func(second string) error {
-			return mountAll(ctx, s, o, im, left[1:], append(trees, [2]string{first, second}))
-		})
-	})
+	refs := []string{ims[0].Ref, ims[0].Ref}
+	if len(ims) > 1 {
+		refs = append(refs, ims[1].Ref)
+	}
+	var mounted func(have []string) error
+	mounted = func(have []string) error {
+		if len(have) < len(refs) {
+			return mounter.Mounted(ctx, refs[len(have)], func(tree string) error { return mounted(append(have, tree)) })
+		}
+		if err := settled(ctx, dir); err != nil {
+			return err
+		}
+		return mountAll(ctx, s, o, ims, left[1:], append(trees, have))
+	}
+	return mounted(nil)
 }
 
-// provision gets an image onto a worker, complete.
-func provision(ctx context.Context, s *site.Site, w engines.Worker, im engines.Image) (err error) {
+// settled waits until EROFS mounts below a directory read past the page cache of
+// their devices, where the kernel can (Linux 6.15).
+func settled(ctx context.Context, dir string) error {
+	waited := time.NewTimer(90 * time.Second)
+	defer waited.Stop()
+	for {
+		mounts, err := os.ReadFile("/proc/self/mounts")
+		if err != nil {
+			return fmt.Errorf("bench: %w", err)
+		}
+		waits := false
+		for line := range strings.Lines(string(mounts)) {
+			f := strings.Fields(line) // source, target, type, options
+			waits = waits || f[2] == "erofs" && strings.HasPrefix(f[1], dir+"/") && !slices.Contains(strings.Split(f[3], ","), "directio")
+		}
+		if !waits {
+			return nil
+		}
+		select {
+		case <-time.After(time.Second):
+		case <-waited.C: // this kernel cannot
+			return nil
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+	}
+}
+
+// provision gets an image onto a worker, complete if asked for, and runs it until
+// it is ready.
+func provision(ctx context.Context, s *site.Site, w engines.Worker, im engines.Image, complete bool) (err error) {
 	t := engines.Begin(s, w.Processes())
 	defer t.End()
 	c, err := w.Provision(ctx, im, t)
@@ -163,6 +255,9 @@ func provision(ctx context.Context, s *site.Site, w engines.Worker, im engines.I
 	}
 	if err := im.Ready.Wait(ctx, s.Link, c.Process); err != nil {
 		return err
+	}
+	if !complete {
+		return nil
 	}
 	return w.Complete(ctx, im, t)
 }
@@ -301,11 +396,12 @@ func look(tree string) (in inventory, err error) {
 	return in, nil
 }
 
-func measure(ctx context.Context, o Options, im engines.Image, trees [][2]string) error {
+func measure(ctx context.Context, o Options, im engines.Image, trees [][]string) error {
 	in, err := look(trees[0][0])
 	if err != nil {
 		return err
 	}
+	operations := withTask(im)
 	result := Result{Image: im.Name, Files: len(in.files), Bytes: in.bytes}
 	for _, op := range operations {
 		// By cache (cold, warm), then tree.
@@ -358,6 +454,60 @@ func measure(ctx context.Context, o Options, im engines.Image, trees [][2]string
 		}
 		result.Shared = append(result.Shared, Share{name, float64(resident) / float64(pages)})
 	}
+	for i, name := range []string{"hydrofoil", "overlayfs"} {
+		m, err := memory(trees[i])
+		if err != nil {
+			return err
+		}
+		m.Engine = name
+		result.Memory = append(result.Memory, m)
+	}
+	return result.deliver(o)
+}
+
+// memory reads the largest files of an engine's trees, one tree after the other.
+func memory(trees []string) (m Memory, err error) {
+	if err := site.DropCaches(); err != nil {
+		return m, err
+	}
+	for i, tree := range trees {
+		in, err := look(tree)
+		if err != nil {
+			return m, err
+		}
+		before, err := cached()
+		if err != nil {
+			return m, err
+		}
+		if err := operations[2].do(tree, in); err != nil {
+			return m, fmt.Errorf("bench: read in %s: %w", tree, err)
+		}
+		after, err := cached()
+		if err != nil {
+			return m, err
+		}
+		*[]*int64{&m.One, &m.Two, &m.Other}[i] = after - before
+	}
+	return m, nil
+}
+
+// cached is the size of the machine's page cache in bytes.
+func cached() (int64, error) {
+	text, err := os.ReadFile("/proc/meminfo")
+	if err != nil {
+		return 0, fmt.Errorf("bench: %w", err)
+	}
+	for line := range strings.Lines(string(text)) {
+		if f := strings.Fields(line); f[0] == "Cached:" {
+			kib, err := strconv.ParseInt(f[1], 10, 64)
+			return kib << 10, err
+		}
+	}
+	return 0, errors.New("bench: /proc/meminfo does not say how large the page cache is")
+}
+
+// deliver writes a result to where the options say.
+func (result Result) deliver(o Options) error {
 	if o.JSON != "" {
 		text, err := json.MarshalIndent(result, "", "\t")
 		if err != nil {
@@ -373,6 +523,14 @@ func measure(ctx context.Context, o Options, im engines.Image, trees [][2]string
 // Write writes a result as a table.
 func (r Result) Write(w io.Writer) error {
 	t := tabwriter.NewWriter(w, 0, 4, 2, ' ', 0)
+	if len(r.Arriving) > 0 {
+		fmt.Fprintf(t, "\nA container of %s that is ready, while the rest arrives over %s\n\n", r.Image, r.Link)
+		fmt.Fprintln(t, "operation\tHydrofoil\trounds\tcomplete before its end")
+		for _, a := range r.Arriving {
+			fmt.Fprintf(t, "%s\t%.0f ms\t%d\t%d\n", a.What, 1e3*a.Seconds, a.Rounds, a.Complete)
+		}
+		return t.Flush()
+	}
 	fmt.Fprintf(t, "\nA container of %s that runs: %d files; %.0f MB of the largest ones are read\n\n", r.Image, r.Files, float64(r.Bytes)/1e6)
 	fmt.Fprintln(t, "operation\tcache\tHydrofoil\toverlayfs\tratio\t95% interval")
 	for _, row := range r.Rows {
@@ -382,5 +540,11 @@ func (r Result) Write(w io.Writer) error {
 		fmt.Fprintf(t, "\n%s: of what one container has read, another one finds %.0f%% in memory", s.Engine, 100*s.Part)
 	}
 	fmt.Fprintln(t)
+	if len(r.Memory) > 0 {
+		fmt.Fprintln(t, "\npage cache\tone container\tand another\tand one of another image")
+		for _, m := range r.Memory {
+			fmt.Fprintf(t, "%s\t%.1f MB\t%+.1f MB\t%+.1f MB\n", m.Engine, float64(m.One)/1e6, float64(m.Two)/1e6, float64(m.Other)/1e6)
+		}
+	}
 	return t.Flush()
 }

@@ -6,7 +6,10 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
+	"hydrofoil.dev/foil/bench/engines"
+	"hydrofoil.dev/foil/bench/link"
 	"hydrofoil.dev/foil/bench/stats"
 )
 
@@ -43,14 +46,41 @@ func TestLook(t *testing.T) {
 
 func TestWrite(t *testing.T) {
 	var out bytes.Buffer
-	r := Result{Image: "redis:1", Files: 4000, Bytes: 60e6, Shared: []Share{{"hydrofoil", 1}},
+	r := Result{Image: "redis:1", Files: 4000, Bytes: 60e6, Shared: []Share{{"hydrofoil", 1}}, Memory: []Memory{{"hydrofoil", 60e6, 1e6, 30e6}},
 		Rows: []Row{{What: "find", Cache: "cold", Hydrofoil: 0.05, Overlayfs: 0.1, Ratio: 0.5, Interval: stats.Interval{Low: 0.4, High: 0.6}}}}
 	if err := r.Write(&out); err != nil {
 		t.Fatal(err)
 	}
-	for _, want := range []string{"50.0 ms", "100.0 ms", "0.50", "0.40 to 0.60", "finds 100% in memory"} {
+	for _, want := range []string{"50.0 ms", "100.0 ms", "0.50", "0.40 to 0.60", "finds 100% in memory", "60.0 MB", "+1.0 MB", "+30.0 MB"} {
 		if !strings.Contains(out.String(), want) {
 			t.Errorf("%q is missing in:\n%s", want, out.String())
 		}
+	}
+}
+
+func TestWriteArriving(t *testing.T) {
+	var out bytes.Buffer
+	r := Result{Image: "redis:1", Link: describe(link.Options{Rate: 100e6, RTT: 50 * time.Millisecond}), Arriving: []Arriving{{"find", 0.25, 1, 3}}}
+	if err := r.Write(&out); err != nil {
+		t.Fatal(err)
+	}
+	for _, want := range []string{"over 100 Mbit/s, 50ms", "find       250 ms     3       1"} {
+		if !strings.Contains(out.String(), want) {
+			t.Errorf("%q is missing in:\n%s", want, out.String())
+		}
+	}
+}
+
+func TestWithTask(t *testing.T) {
+	for name, want := range map[string]int{"redis:1": 1, "postgres:2": 1, "gcc:1": 1, "nginx:1": 0} {
+		if got := len(withTask(engines.Image{Name: name})) - len(operations); got != want {
+			t.Errorf("%s has %d tasks, want %d", name, got, want)
+		}
+	}
+}
+
+func TestCached(t *testing.T) {
+	if n, err := cached(); n <= 0 || err != nil {
+		t.Errorf("the page cache has %d bytes, %v", n, err)
 	}
 }
