@@ -5,17 +5,22 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"os"
+	"os/exec"
 	"strings"
+	"time"
 
 	"github.com/spf13/cobra"
 
 	"hydrofoil.dev/foil/internal/kernel"
+	"hydrofoil.dev/foil/internal/worker/api"
 	"hydrofoil.dev/foil/internal/worker/containerd"
+	"hydrofoil.dev/foil/internal/worker/setup"
 	"hydrofoil.dev/foil/internal/worker/snapshotter"
 )
 
 func newDoctorCommand() *cobra.Command {
-	var root, config, socket string
+	var root, config, socket, settingsFile string
 	var asJSON bool
 	cmd := &cobra.Command{
 		Use:   "doctor [flags]",
@@ -32,8 +37,13 @@ doctor reads its configuration (of 1.7 and 2.x) as well, and says what keeps ima
 lazily, what goes wrong because of it, and what to write where. A containerd that
 was never told of Hydrofoil is no error.
 
-Exit codes: 0 a worker can run here; 1 it cannot, or containerd is set up for it
-and something in that is wrong.`,
+It reads the settings of foil node too, in the file of --config: whether the
+mirror and the metrics are where they should be, whether each hosts.toml can be
+used with the certificates that it names, whether the systemd unit is that of this
+version, and whether there is a limit for the disk.
+
+Exit codes: 0 a worker can run here; 1 it cannot, or its settings, or those of a
+containerd that is set up for it, are wrong.`,
 		Example: `  sudo foil doctor
   sudo foil doctor --containerd-config /etc/containerd/config.toml
   foil doctor --json | jq -r 'select(.state == "missing" or .state == "wrong") | .fix'`,
@@ -47,14 +57,52 @@ and something in that is wrong.`,
 				socket = snapshotter.SocketPath(root)
 			}
 			host, found := containerdFindings(cmd.Context(), config, socket)
-			return printDoctor(cmd.OutOrStdout(), root, features, host, found, asJSON)
+			worker, err := workerFindings(cmd, root, settingsFile)
+			if err != nil {
+				return err
+			}
+			return printDoctor(cmd.OutOrStdout(), root, features, []group{
+				{"worker: ", "the settings of foil node", worker},
+				{"containerd: ", host, found},
+			}, asJSON)
 		},
 	}
 	clientRoot(cmd, &root)
 	jsonFlag(cmd, &asJSON)
 	cmd.Flags().StringVar(&config, "containerd-config", "", "`FILE` that containerd reads; default: that of one that runs")
 	cmd.Flags().StringVar(&socket, "snapshotter-socket", "", "`PATH` of the daemon's socket for containerd; default: DIR/run/snapshotter.sock")
+	addConfigFlag(cmd, &settingsFile)
 	return cmd
+}
+
+// workerFindings looks at the settings of foil node, and whether what they say is
+// so.
+func workerFindings(cmd *cobra.Command, root, file string) ([]containerd.Finding, error) {
+	tables, err := readConfig(cmd.Root(), file, cmd.Flags().Changed("config"))
+	if err != nil {
+		return nil, err
+	}
+	get := func(name string) string {
+		if v, ok := tables["node"][name]; ok {
+			return v
+		}
+		return sections(cmd.Root())["node"].Flags().Lookup(name).DefValue
+	}
+	ctx, cancel := context.WithTimeout(cmd.Context(), 10*time.Second)
+	defer cancel()
+	o := setup.Options{HostsDirs: get("hosts-dir"), Mirror: get("mirror-listen"), Metrics: get("metrics-listen"), DiskLimit: get("disk-limit"), Version: version()}
+	if _, err := os.Stat("/run/systemd/system"); err == nil {
+		out, err := exec.CommandContext(ctx, "systemctl", "show", "--property="+strings.Join(setup.UnitProperties, ","), containerd.Unit).Output()
+		if err == nil {
+			o.Unit = string(out)
+		}
+	}
+	c := api.Dial(root)
+	defer c.Close()
+	if st, err := c.Status(ctx); err == nil {
+		o.Running = st.Version
+	}
+	return setup.Check(ctx, o), nil
 }
 
 // containerdFindings looks at the containerd of a file, or else at the one that
@@ -86,7 +134,15 @@ func containerdFindings(ctx context.Context, file, socket string) (host string, 
 	return host, list
 }
 
-// finding is a feature in JSON, or something about containerd.
+// group is what was found about one thing.
+type group struct {
+	prefix string // of names in JSON
+	title  string // empty: there is no such thing here
+	found  []containerd.Finding
+}
+
+// finding is a feature in JSON, or something about containerd or the worker's
+// settings.
 type finding struct {
 	Feature string `json:"feature"`
 	State   string `json:"state"` // ok, missing, or absent: missing and not needed; of containerd also wrong and note
@@ -96,7 +152,7 @@ type finding struct {
 	Fix     string `json:"fix,omitempty"`
 }
 
-func printDoctor(w io.Writer, root string, features []kernel.Feature, host string, found []containerd.Finding, asJSON bool) error {
+func printDoctor(w io.Writer, root string, features []kernel.Feature, groups []group, asJSON bool) error {
 	var rows, advice []string
 	lacking, powerless := 0, false
 	gate := ""
@@ -130,19 +186,21 @@ func printDoctor(w io.Writer, root string, features []kernel.Feature, host strin
 		gate = ""
 		verdict = fmt.Errorf("a worker cannot run on this host with its root at %s: what it needs is missing, see above", root)
 	}
-	wrong := 0
-	for _, f := range found {
-		if f.State == containerd.Wrong {
-			wrong++
-		}
-		if asJSON {
-			if err := printJSON(w, finding{Feature: "containerd: " + f.Name, State: string(f.State), Detail: f.Detail, Fix: f.Fix}); err != nil {
-				return err
+	for _, g := range groups {
+		wrong := 0
+		for _, f := range g.found {
+			if f.State == containerd.Wrong {
+				wrong++
+			}
+			if asJSON {
+				if err := printJSON(w, finding{Feature: g.prefix + f.Name, State: string(f.State), Detail: f.Detail, Fix: f.Fix}); err != nil {
+					return err
+				}
 			}
 		}
-	}
-	if wrong > 0 && verdict == nil {
-		verdict = errors.New("a worker can run on this host, but containerd is not set up for it: see above")
+		if wrong > 0 && verdict == nil {
+			verdict = fmt.Errorf("a worker can run on this host, but %s", problems[g.prefix])
+		}
 	}
 	if asJSON {
 		return errors.Join(printJSON(w, map[string]any{"gate": gate, "ok": lacking == 0}), verdict)
@@ -162,19 +220,27 @@ func printDoctor(w io.Writer, root string, features []kernel.Feature, host strin
 	if _, err := fmt.Fprintf(w, "\ngate: %s\n", gate); err != nil {
 		return err
 	}
-	if err := printContainerd(w, host, found); err != nil {
-		return err
+	for _, g := range groups {
+		if err := g.print(w); err != nil {
+			return err
+		}
 	}
 	return verdict
 }
 
-func printContainerd(w io.Writer, host string, found []containerd.Finding) error {
-	if host == "" {
+// problems say what it means that something in a group is wrong.
+var problems = map[string]string{
+	"worker: ":     "its settings do not go together with what is here: see above",
+	"containerd: ": "containerd is not set up for it: see above",
+}
+
+func (g group) print(w io.Writer) error {
+	if g.title == "" || len(g.found) == 0 {
 		return nil
 	}
-	fmt.Fprintf(w, "\n%s:\n", host)
+	fmt.Fprintf(w, "\n%s:\n", g.title)
 	var rows, advice []string
-	for _, f := range found {
+	for _, f := range g.found {
 		rows = append(rows, fmt.Sprintf("%s\t%s\t%s", f.Name, f.State, orDash(f.Detail)))
 		if f.Fix != "" {
 			advice = append(advice, "  "+f.Name+": "+strings.ReplaceAll(f.Fix, "\n", "\n      "))

@@ -53,24 +53,31 @@ func TestDoctor(t *testing.T) {
 		{Name: "CRI: annotations", State: containerd.Wrong, Detail: "disable_snapshot_annotations is not false", Fix: "write:\ndisable_snapshot_annotations = false"},
 		{Name: "CRI: discarded layers", State: containerd.Note, Detail: "discard_unpacked_layers is true", Fix: "know it"},
 	}
+	settings := []containerd.Finding{
+		{Name: "mirror", State: containerd.Wrong, Detail: "nothing answers at 127.0.0.1:598: connection refused", Fix: "start the daemon"},
+		{Name: "disk limit", State: containerd.OK, Detail: "80%"},
+	}
 	for _, test := range []struct {
 		golden   string
 		features []kernel.Feature
 		host     string
 		found    []containerd.Finding
+		worker   []containerd.Finding
 		json     bool
 		fails    bool
 	}{
-		{"doctor-good.txt", good, "", nil, false, false},
-		{"doctor-fuse.txt", second, "", nil, false, false},
-		{"doctor-old.txt", old, "", nil, false, true},
-		{"doctor-old.jsonl", old, "", nil, true, true},
-		{"doctor-containerd.txt", good, host, found, false, true},
-		{"doctor-containerd.jsonl", good, host, found, true, true},
-		{"doctor-containerd-ok.txt", good, host, found[:1], false, false},
+		{"doctor-good.txt", good, "", nil, nil, false, false},
+		{"doctor-fuse.txt", second, "", nil, nil, false, false},
+		{"doctor-old.txt", old, "", nil, nil, false, true},
+		{"doctor-old.jsonl", old, "", nil, nil, true, true},
+		{"doctor-containerd.txt", good, host, found, nil, false, true},
+		{"doctor-containerd.jsonl", good, host, found, nil, true, true},
+		{"doctor-worker.txt", good, "", nil, settings, false, true},
+		{"doctor-worker.jsonl", good, "", nil, settings, true, true},
+		{"doctor-containerd-ok.txt", good, host, found[:1], nil, false, false},
 	} {
 		var b bytes.Buffer
-		err := printDoctor(&b, "/var/lib/foil", test.features, test.host, test.found, test.json)
+		err := printDoctor(&b, "/var/lib/foil", test.features, []group{{"worker: ", "the settings of foil node", test.worker}, {"containerd: ", test.host, test.found}}, test.json)
 		if (err != nil) != test.fails {
 			t.Errorf("%s: error %v", test.golden, err)
 		}

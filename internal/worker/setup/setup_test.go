@@ -1,0 +1,110 @@
+package setup
+
+import (
+	"net"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"hydrofoil.dev/foil/internal/worker/containerd"
+)
+
+const goodUnit = "LoadState=loaded\nNeedDaemonReload=no\nFragmentPath=/etc/systemd/system/foil-node.service\nType=notify\nKillMode=process\nFileDescriptorStoreMax=16384\n"
+
+func TestCheck(t *testing.T) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	gone, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	gone.Close()
+	here, nobody := l.Addr().String(), gone.Addr().String()
+	dirs := func(files map[string]string) string {
+		root := t.TempDir()
+		for name, text := range files {
+			dir := filepath.Join(root, name)
+			if err := os.MkdirAll(dir, 0o755); err != nil {
+				t.Fatal(err)
+			}
+			if err := os.WriteFile(filepath.Join(dir, "hosts.toml"), []byte(text), 0o644); err != nil {
+				t.Fatal(err)
+			}
+		}
+		return root
+	}
+	host := func(url string) string {
+		return "server = \"https://registry.example\"\n[host.\"" + url + "\"]\ncapabilities = [\"pull\", \"resolve\"]\n"
+	}
+	base := Options{Mirror: "off", Metrics: "off", DiskLimit: "80%", Unit: goodUnit, Running: "1", Version: "1"}
+	for name, test := range map[string]struct {
+		change func(*Options)
+		want   []string // name, state and part of what is found or to be done
+	}{
+		"nothing is set up": {func(o *Options) { o.DiskLimit, o.Unit = "", "LoadState=not-found\n" }, []string{
+			"disk limit note disk-limit = ", "systemd unit note is not installed"}},
+		"good": {func(o *Options) {
+			o.Mirror, o.Metrics = here, here
+			o.HostsDirs = dirs(map[string]string{"registry.example": host("http://" + here), "other.example_5000_": host("https://else.example")})
+		}, []string{"hosts.toml ok 2 read", "mirror ok 1 hosts.toml name it", "metrics ok " + here, "disk limit ok 80%", "systemd unit ok /etc/"}},
+		"nobody listens": {func(o *Options) { o.Mirror, o.Metrics = nobody, nobody }, []string{
+			"mirror wrong start the daemon", "metrics wrong start the daemon", "disk limit ok ", "systemd unit ok "}},
+		"nobody asks the mirror": {func(o *Options) {
+			o.Mirror = here
+			o.HostsDirs = dirs(map[string]string{"_default": host("https://else.example")})
+		}, []string{"hosts.toml ok 1 read", "mirror wrong containerd never asks", "disk limit ok ", "systemd unit ok "}},
+		"asked by TLS": {func(o *Options) {
+			o.Mirror = here
+			o.HostsDirs = dirs(map[string]string{"_default": host("https://" + here)})
+		}, []string{"hosts.toml wrong speaks plain HTTP", "hosts.toml ok 1", "mirror ok ", "disk limit ok ", "systemd unit ok "}},
+		"bad files": {func(o *Options) {
+			o.HostsDirs = dirs(map[string]string{
+				"a.example": "server = ",
+				"b.example": host("https://b.example") + "ca = \"/nowhere/ca.pem\"\n",
+				"c.example": host("https://c.example") + "client = [[\"/nowhere/cert.pem\", \"/nowhere/key.pem\"]]\n",
+			})
+		}, []string{"hosts.toml wrong a.example", "hosts.toml wrong /nowhere/ca.pem", "hosts.toml wrong /nowhere/cert.pem", "disk limit ok ", "systemd unit ok "}},
+		"addresses": {func(o *Options) { o.Mirror, o.Metrics, o.DiskLimit = "0.0.0.0:598", "598", "much" }, []string{
+			"mirror wrong loopback", "metrics wrong HOST:PORT", "disk limit wrong is no limit", "systemd unit ok "}},
+		"an old unit": {func(o *Options) {
+			o.Unit = strings.NewReplacer("=process", "=control-group", "Max=16384", "Max=0").Replace(goodUnit)
+		}, []string{"disk limit ok ", "systemd unit wrong KillMode=control-group, not process"}},
+		"a changed unit": {func(o *Options) { o.Unit = strings.Replace(goodUnit, "Reload=no", "Reload=yes", 1) }, []string{
+			"disk limit ok ", "systemd unit wrong daemon-reload"}},
+		"an old daemon": {func(o *Options) { o.Running = "0" }, []string{"disk limit ok ", "systemd unit ok ", "version note systemctl restart"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			o := base
+			test.change(&o)
+			got := Check(t.Context(), o)
+			for i, f := range got {
+				line := f.Name + " " + string(f.State) + " "
+				if i >= len(test.want) || !strings.HasPrefix(test.want[i], line) || !strings.Contains(f.Detail+" "+f.Fix, strings.TrimPrefix(test.want[i], line)) {
+					t.Errorf("finding %d: %+v", i, f)
+				}
+				if f.State == containerd.Wrong && f.Fix == "" {
+					t.Errorf("%s: nothing to do", f.Name)
+				}
+			}
+			if len(got) != len(test.want) {
+				t.Errorf("%d findings, want %d", len(got), len(test.want))
+			}
+		})
+	}
+}
+
+// The unit that is shipped is one that the check finds right.
+func TestShippedUnit(t *testing.T) {
+	b, err := os.ReadFile("../../../deploy/systemd/foil-node.service")
+	if err != nil {
+		t.Fatal(err)
+	}
+	shown := "LoadState=loaded\nNeedDaemonReload=no\n" + string(b)
+	if f := checkUnit(shown); f.State != containerd.OK {
+		t.Errorf("%+v", f)
+	}
+}
