@@ -190,8 +190,9 @@ func (s *systemd) ctl(args ...string) (string, error) {
 	return string(out), err
 }
 
-// A daemon under systemd, by the unit of deploy/systemd: a restart of the service
-// and kill -9, while a read waits for bytes on their way.
+// A daemon under systemd, by the unit of deploy/systemd, while a read waits for
+// bytes on their way: an upgrade (the program's file is replaced, the service
+// restarted), kill -9 of the daemon, and of daemon and keeper at once.
 func TestTheUnitUnderSystemd(t *testing.T) {
 	s := startServer(t, t.TempDir())
 	img := manyFiles(t, 200, 60_000, 4, 0)
@@ -204,7 +205,22 @@ func TestTheUnitUnderSystemd(t *testing.T) {
 		t.Fatal(err)
 	}
 	units := t.TempDir()
-	exe := fmt.Sprintf("%s node --root %s", foil, root)
+	program := filepath.Join(units, "foil")
+	install := func() {
+		t.Helper()
+		b, err := os.ReadFile(foil)
+		if err == nil {
+			err = os.WriteFile(program+".new", b, 0o755)
+		}
+		if err == nil {
+			err = os.Rename(program+".new", program)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	install()
+	exe := fmt.Sprintf("%s node --root %s", program, root)
 	if gate := os.Getenv(gateEnv); gate != "" {
 		exe += " --gate " + gate
 	}
@@ -246,6 +262,7 @@ func TestTheUnitUnderSystemd(t *testing.T) {
 	if len(keepers) != 1 {
 		t.Fatalf("keepers: %v", keepers)
 	}
+	install()
 	ctl("restart", "foil-node")
 	if now := pidsOf(t, root, "keeper"); len(now) != 1 || now[0] != keepers[0] {
 		t.Errorf("keepers %v after a restart, %v before", now, keepers)
