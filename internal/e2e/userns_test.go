@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -164,80 +163,5 @@ func TestContainerdChangesOwners(t *testing.T) {
 	}
 	if diff := cmp.Diff(ownersShifted, runMapped(t, c, w, ref, "labels", wantData(t, img), "--remap-labels")); diff != "" {
 		t.Errorf("owners on the host:\n%s", diff)
-	}
-}
-
-// A pod with hostUsers: false.
-func TestCRIMapsIDs(t *testing.T) {
-	needBusybox(t)
-	out, err := exec.Command("runc", "--version").Output()
-	var major, minor int
-	if _, scanErr := fmt.Sscanf(string(out), "runc version %d.%d", &major, &minor); err != nil || scanErr != nil || major == 1 && minor < 2 {
-		t.Skipf("skip: containerd wants runc 1.2 or later for such pods, here is %q", strings.SplitN(string(out), "\n", 2)[0])
-	}
-	s := startServer(t, t.TempDir())
-	img := owned(t)
-	ref := s.push("app", "1", img)
-	w := startWorker(t, workerRoot(t))
-	b, err := os.ReadFile(busybox)
-	if err != nil {
-		t.Fatal(err)
-	}
-	pause := s.push("pause", "1", newImage(t, ocispec.ImageConfig{Entrypoint: []string{"/sleep", "100000"}},
-		layertest.Layer{layertest.File("sleep", 0o755, string(b))}.Gzip(t)))
-	c := startContainerdCRI(t, containerd2, w, pause)
-	conn, err := grpc.NewClient("unix:"+c.socket(), grpc.WithTransportCredentials(insecure.NewCredentials()))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer conn.Close()
-	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
-	defer cancel()
-	images, runtime := cri.NewImageServiceClient(conn), cri.NewRuntimeServiceClient(conn)
-	if _, err := images.PullImage(ctx, &cri.PullImageRequest{Image: &cri.ImageSpec{Image: ref}}); err != nil {
-		t.Fatal(err)
-	}
-	ids := []*cri.IDMapping{{HostId: shifted, ContainerId: 0, Length: 65536}}
-	namespaces := &cri.NamespaceOption{Network: cri.NamespaceMode_NODE, UsernsOptions: &cri.UserNamespace{Mode: cri.NamespaceMode_POD, Uids: ids, Gids: ids}}
-	pod := &cri.PodSandboxConfig{
-		Metadata:     &cri.PodSandboxMetadata{Name: "pod", Namespace: "default", Uid: "1"},
-		LogDirectory: filepath.Join(c.dir, "logs"),
-		Linux:        &cri.LinuxPodSandboxConfig{SecurityContext: &cri.LinuxSandboxSecurityContext{NamespaceOptions: namespaces}},
-	}
-	sandbox, err := runtime.RunPodSandbox(ctx, &cri.RunPodSandboxRequest{Config: pod})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() {
-		if _, err := runtime.StopPodSandbox(ctx, &cri.StopPodSandboxRequest{PodSandboxId: sandbox.PodSandboxId}); err != nil {
-			t.Error(err)
-		}
-		if _, err := runtime.RemovePodSandbox(ctx, &cri.RemovePodSandboxRequest{PodSandboxId: sandbox.PodSandboxId}); err != nil {
-			t.Error(err)
-		}
-	}()
-	made, err := runtime.CreateContainer(ctx, &cri.CreateContainerRequest{
-		PodSandboxId: sandbox.PodSandboxId,
-		Config: &cri.ContainerConfig{
-			Metadata: &cri.ContainerMetadata{Name: "app"},
-			Image:    &cri.ImageSpec{Image: ref},
-			Command:  []string{"/bin/sleep", "100000"},
-			LogPath:  "app.log",
-			Linux:    &cri.LinuxContainerConfig{SecurityContext: &cri.LinuxContainerSecurityContext{NamespaceOptions: namespaces}},
-		},
-		SandboxConfig: pod,
-	})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if _, err := runtime.StartContainer(ctx, &cri.StartContainerRequest{ContainerId: made.ContainerId}); err != nil {
-		t.Fatal(err)
-	}
-	got, err := runtime.ExecSync(ctx, &cri.ExecSyncRequest{ContainerId: made.ContainerId, Cmd: []string{"/bin/sh", "-c", ownersScript}})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if diff := cmp.Diff(ownersSeen+wantData(t, img), string(got.Stdout)); diff != "" {
-		t.Errorf("a pod in a user namespace (-want +got):\n%s%s", diff, got.Stderr)
 	}
 }
