@@ -21,6 +21,9 @@ import (
 	"time"
 
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials/insecure"
+	cri "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"hydrofoil.dev/foil/internal/kernel"
 	"hydrofoil.dev/foil/internal/server/layer/layertest"
@@ -33,6 +36,9 @@ import (
 type containerdVersion struct {
 	name, variable, config string
 	number                 int // of the configuration's format
+	// transfer: ctr's pulls say of which image a layer is. Those of 1.7 do not, and
+	// every image comes the plain way: there users pull by CRI.
+	transfer bool
 	// sandbox is what a pod needs on this host besides: its image, and no rights
 	// that a test may not have.
 	sandbox string
@@ -40,7 +46,7 @@ type containerdVersion struct {
 
 var (
 	containerd2 = containerdVersion{
-		name: "containerd 2", variable: "FOIL_TEST_CONTAINERD2", config: "containerd-2.toml", number: 3,
+		name: "containerd 2", variable: "FOIL_TEST_CONTAINERD2", config: "containerd-2.toml", number: 3, transfer: true,
 		sandbox: "[plugins.'io.containerd.cri.v1.images'.pinned_images]\nsandbox = %q\n[plugins.'io.containerd.cri.v1.runtime']\nrestrict_oom_score_adj = true\n",
 	}
 	containerd1 = containerdVersion{
@@ -70,14 +76,19 @@ func (v containerdVersion) dir() string {
 // containerd is a containerd of the test's own, with the worker's snapshotter.
 type containerd struct {
 	*process
+	v                containerdVersion
 	dir, bin, ctrBin string
 	namespace        string
 }
 
-// startContainerd starts containerd 2.x without CRI.
-func startContainerd(t testing.TB, w *worker) *containerd {
+// startContainerd starts containerd for tests that use ctr: without CRI, unless
+// its pulls need that.
+func startContainerd(t testing.TB, v containerdVersion, w *worker) *containerd {
 	t.Helper()
-	return launchContainerd(t, containerd2, w, "default",
+	if !v.transfer {
+		return startContainerdCRI(t, v, w, "registry.example/pause:1")
+	}
+	return launchContainerd(t, v, w, "default",
 		"disabled_plugins = ['io.containerd.grpc.v1.cri', 'io.containerd.cri.v1.images', 'io.containerd.cri.v1.runtime', 'io.containerd.nri.v1.nri', 'io.containerd.podsandbox.controller.v1.podsandbox']\n", "")
 }
 
@@ -107,7 +118,7 @@ func launchContainerd(t testing.TB, v containerdVersion, w *worker, namespace, f
 	if err := os.Chmod(dir, 0o711); err != nil {
 		t.Fatal(err)
 	}
-	c := &containerd{dir: dir, bin: bin, ctrBin: filepath.Join(bin, "ctr"), namespace: namespace}
+	c := &containerd{v: v, dir: dir, bin: bin, ctrBin: filepath.Join(bin, "ctr"), namespace: namespace}
 	if _, err := os.Stat(c.ctrBin); err != nil {
 		c.ctrBin = filepath.Join(containerd2.dir(), "ctr")
 	}
@@ -151,8 +162,13 @@ func (c *containerd) start(t testing.TB) {
 			t.Fatalf("containerd ended: %v\n%s", c.err, c.log)
 		default:
 		}
-		_, err := c.tryCtr("version")
-		return err
+		if _, err := c.tryCtr("version"); err != nil || c.v.transfer {
+			return err
+		}
+		return c.cri(func(ctx context.Context, images cri.ImageServiceClient) error {
+			_, err := images.ListImages(ctx, &cri.ListImagesRequest{})
+			return err
+		})
 	})
 }
 
@@ -180,7 +196,45 @@ func (c *containerd) ctr(t testing.TB, args ...string) string {
 
 func (c *containerd) pull(t testing.TB, ref string) {
 	t.Helper()
-	c.ctr(t, "images", "pull", "--plain-http", "--snapshotter", "hydrofoil", ref)
+	if err := c.tryPull(ref); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// tryPull pulls an image as users of this version do.
+func (c *containerd) tryPull(ref string) error {
+	if c.v.transfer {
+		_, err := c.tryCtr("images", "pull", "--plain-http", "--snapshotter", "hydrofoil", ref)
+		return err
+	}
+	return c.cri(func(ctx context.Context, images cri.ImageServiceClient) error {
+		_, err := images.PullImage(ctx, &cri.PullImageRequest{Image: &cri.ImageSpec{Image: ref}})
+		return err
+	})
+}
+
+// tryRemove removes an image; its containers go on.
+func (c *containerd) tryRemove(ref string) error {
+	if c.v.transfer {
+		_, err := c.tryCtr("images", "rm", "--sync", ref)
+		return err
+	}
+	return c.cri(func(ctx context.Context, images cri.ImageServiceClient) error {
+		_, err := images.RemoveImage(ctx, &cri.RemoveImageRequest{Image: &cri.ImageSpec{Image: ref}})
+		return err
+	})
+}
+
+// cri makes one call of the image service.
+func (c *containerd) cri(call func(context.Context, cri.ImageServiceClient) error) error {
+	conn, err := grpc.NewClient("unix:"+c.socket(), grpc.WithTransportCredentials(insecure.NewCredentials()))
+	if err != nil {
+		return err
+	}
+	defer conn.Close()
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+	return call(ctx, cri.NewImageServiceClient(conn))
 }
 
 // run is `ctr run` of one command in a new container.
@@ -264,7 +318,7 @@ func TestContainerdRunsAnImageThatIsOnItsWay(t *testing.T) {
 	slow.stallAfter(2 << 20)
 	ref := slow.via(s.push("app", "1", img))
 	w := startWorker(t, workerRoot(t))
-	c := startContainerd(t, w)
+	c := startContainerd(t, containerd2, w)
 
 	c.pull(t, ref)
 	if images, err := w.client.Images(t.Context()); err != nil || len(images) != 1 || images[0].State != "pulling" {
@@ -346,7 +400,7 @@ func TestContainerdUnpacksWhatIsNoBundle(t *testing.T) {
 	img := runnable(t, 20, 5_000)
 	ref := s.push("app", "1", img)
 	w := startWorker(t, workerRoot(t))
-	c := startContainerd(t, w)
+	c := startContainerd(t, containerd2, w)
 	ref = plainRegistry(t, s) + ref[strings.IndexByte(ref, '/'):]
 	c.pull(t, ref)
 	if got, want := c.run(t, ref, "one", dataSums), wantData(t, img); got != want {
@@ -377,7 +431,7 @@ func TestContainerdRunsAPrefixOfALazyImage(t *testing.T) {
 	refOther := s.push("app", "other", other)
 	refOther = plainRegistry(t, s) + refOther[strings.IndexByte(refOther, '/'):]
 	w := startWorker(t, workerRoot(t))
-	c := startContainerd(t, w)
+	c := startContainerd(t, containerd2, w)
 	c.pull(t, refUpper)
 	c.pull(t, refWhole)
 	if got, want := c.run(t, refWhole, "whole", dataSums), wantData(t, whole); got != want {

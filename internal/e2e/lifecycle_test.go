@@ -90,7 +90,7 @@ func testContainerdThroughKillsAndAReboot(t *testing.T) {
 	ref := k.via(s.push("app", "1", img))
 	root := workerRoot(t)
 	w := startWorker(t, root)
-	c := startContainerd(t, w)
+	c := startContainerd(t, containerd2, w)
 	want, long := wantData(t, img), unique(t)
 	t.Cleanup(func() { _, _ = c.tryCtr("task", "rm", "--force", long) })
 
@@ -188,7 +188,7 @@ func TestContainerdDiskFull(t *testing.T) {
 	root := filepath.Join(smallDisk(t, 48), "foil")
 	w := startWorker(t, root)
 	t.Cleanup(func() { endKeeper(t, root) })
-	c := startContainerd(t, w)
+	c := startContainerd(t, containerd2, w)
 	c.pull(t, ref)
 	c.ctr(t, "run", "--detach", "--snapshotter", "hydrofoil", ref, long, "/bin/sh", "-c", "sleep 1000")
 	t.Cleanup(func() {

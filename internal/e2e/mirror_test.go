@@ -95,7 +95,7 @@ func TestMirror(t *testing.T) {
 	s := startServer(t, t.TempDir())
 	f := newFront(t, s, true)
 	w := startMirrored(t, f)
-	c := startContainerd(t, w)
+	c := startContainerd(t, containerd2, w)
 	lazily := []string{"--snapshotter", "hydrofoil"}
 	img := runnable(t, 20, 5_000)
 	s.push("app", "1", img)
@@ -174,7 +174,7 @@ func TestMirrorCredentials(t *testing.T) {
 	s := startServer(t, t.TempDir())
 	f := newFront(t, s, false)
 	w := startMirrored(t, f)
-	c := startContainerd(t, w)
+	c := startContainerd(t, containerd2, w)
 	img := runnable(t, 20, 5_000)
 	s.push("app", "1", img)
 	const ref = "registry.example/app:1"

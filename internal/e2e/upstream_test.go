@@ -87,7 +87,7 @@ func TestAcceleratedRegistry(t *testing.T) {
 	up.signal(syscall.SIGKILL)
 	<-up.done
 	other := startWorker(t, workerRoot(t))
-	c := startContainerd(t, other)
+	c := startContainerd(t, containerd2, other)
 	c.pull(t, ref)
 	if got, want := c.run(t, ref, "one", dataSums), wantData(t, img); got != want {
 		t.Errorf("a container read\n%s\nwant\n%s", got, want)

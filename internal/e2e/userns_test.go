@@ -93,7 +93,7 @@ func TestContainerdMapsIDs(t *testing.T) {
 	refOther := s.push("app", "other", other)
 	refOther = plainRegistry(t, s) + refOther[strings.IndexByte(refOther, '/'):]
 	w := startWorker(t, workerRoot(t))
-	c := startContainerd(t, w)
+	c := startContainerd(t, containerd2, w)
 	c.pull(t, ref)
 	if got := w.imageOf(w.imageRefs()[0]); got.State != "pulling" {
 		t.Fatalf("when ctr images pull has ended, the worker has %+v, want it on its way", got)
