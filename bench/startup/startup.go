@@ -1,7 +1,7 @@
 // Package startup measures startup sets: how large they are, what the second and
-// third service of an image still move, and how fast workers become that learn
-// from each other, with no trace taken by hand. It follows FlacIO (FAST'25,
-// table 3 and section 5.2.7) and Starlight (NSDI'22, section 4.4).
+// third service of an image still move, how fast workers become that learn
+// from each other, with no trace taken by hand, and what a start takes of a worker's
+// memory. It follows FlacIO (FAST'25, table 3, sections 5.2.6 and 5.2.7) and Starlight (NSDI'22, section 4.4).
 package startup
 
 import (
@@ -31,7 +31,8 @@ type Options struct {
 	// command that ends.
 	Service  string
 	Services [][]string
-	Workers  int // that learn, one after the other
+	Workers  int // that learn, one after the other; 0: none
+	Memory   bool
 	RTT      time.Duration
 	Rate     int64  // bits a second
 	Cache    string // directory on a disk
@@ -47,6 +48,7 @@ type Result struct {
 	Sizes    []Size        `json:"sizes"`
 	Services []Start       `json:"services"`
 	Learning []Start       `json:"learning"`
+	Memory   []Memory      `json:"memory"`
 }
 
 // Size is the startup set of one service.
@@ -97,6 +99,9 @@ func Run(ctx context.Context, o Options) (err error) {
 	defer func() { err = errors.Join(err, site.RemoveTree(b.dir)) }()
 	result := Result{RTT: o.RTT, Rate: o.Rate}
 	for _, name := range o.Images {
+		if o.Workers == 0 {
+			break
+		}
 		starts, err := b.learning(ctx, name)
 		result.Learning = append(result.Learning, starts...)
 		if err != nil {
@@ -107,6 +112,16 @@ func Run(ctx context.Context, o Options) (err error) {
 		if result.Services, err = b.services(ctx); err != nil {
 			return fmt.Errorf("services of %s: %w", o.Service, err)
 		}
+	}
+	for _, name := range o.Images {
+		if !o.Memory {
+			break
+		}
+		list, err := b.memory(ctx, name)
+		if err != nil {
+			return fmt.Errorf("memory, %s: %w", name, err)
+		}
+		result.Memory = append(result.Memory, list...)
 	}
 	for _, name := range o.Images {
 		size, err := b.size(ctx, name+":1")
@@ -266,11 +281,16 @@ func (b *bench) services(ctx context.Context) (starts []Start, err error) {
 			}
 		}
 		return b.fresh(ctx, s, e, func(w engines.Worker) error {
+			before := int64(0)
 			for _, command := range b.Services {
 				im.Command = command
 				r, err := b.start(ctx, s, w, im, im.Name+" "+strings.Join(command, " "))
 				if err != nil {
 					return err
+				}
+				// A pull counts what it brings for all services that join it.
+				if r.Pages >= before {
+					r.Pages, before = r.Pages-before, r.Pages
 				}
 				starts = append(starts, r)
 			}
@@ -327,6 +347,13 @@ func (r Result) print(out io.Writer) error {
 	}
 	starts("learning", r.Learning)
 	starts("services", r.Services)
+	if len(r.Memory) > 0 {
+		fmt.Fprint(w, "memory of a start\tpage cache when ready\twhen complete\tdaemons\n")
+		for _, m := range r.Memory {
+			fmt.Fprintf(w, "  %s, %s\t%.1f MB\t%.1f MB\t%.1f MB\n", m.Image, m.Engine, mb(m.Ready), mb(m.Complete), mb(m.Daemons))
+		}
+		fmt.Fprintln(w)
+	}
 	if len(r.Sizes) > 0 {
 		fmt.Fprint(w, "startup sets\tpages\tbytes\tof the image\tcompressed\tof the layers\n")
 		for _, s := range r.Sizes {
