@@ -4,6 +4,7 @@ import (
 	"errors"
 	"log/slog"
 	"os"
+	"runtime"
 	"runtime/debug"
 	"sync/atomic"
 	"time"
@@ -18,6 +19,10 @@ import (
 	"hydrofoil.dev/foil/internal/worker/node"
 	"hydrofoil.dev/foil/internal/worker/systemd"
 )
+
+// spareProcessors is how many goroutines may run besides those that decode frames: the
+// gate's, the stream's, the one that reads ahead, and the answer to a command.
+const spareProcessors = 4
 
 func newNodeCommand() *cobra.Command {
 	var opts node.Options
@@ -136,6 +141,11 @@ Exit codes: 0 it was told to end; 1 an error, in the log as well.`,
 			if store != nil {
 				opts.Store = store
 			}
+			// As many goroutines decode frames as there are processors. Readers that
+			// meanwhile wait at the gate must not wait for one of these to be
+			// preempted, after 10 ms: the kernel is the better scheduler.
+			opts.Workers = runtime.GOMAXPROCS(0)
+			runtime.GOMAXPROCS(opts.Workers + spareProcessors)
 			opts.Version = version()
 			opts.Listening = whenAll(listeners(at.snapshotter), func() { tell(opts.Logger, systemd.Ready, systemd.Status("serving %s", opts.Root)) })
 			n, err := node.New(opts)
@@ -154,7 +164,7 @@ Exit codes: 0 it was told to end; 1 an error, in the log as well.`,
 	rootFlag(cmd, &opts.Root)
 	flags.DurationVar(&opts.GiveUp, "give-up", 5*time.Minute, "how long to go on trying when a server cannot be reached, before reads that wait for it fail")
 	flags.StringSliceVar(&opts.Connect, "connect", nil, "`SERVER`s (http://HOST:PORT or https://HOST) to keep a warm connection to")
-	flags.Int64Var(&opts.WarmUp, "warm-up", 8<<20, "most `BYTES` that a server of --connect sends on a new connection so that TCP learns the path; 0: none")
+	flags.Int64Var(&opts.WarmUp, "warm-up", 32<<20, "most `BYTES` that a server of --connect sends on a new connection so that TCP learns the path; 0: none")
 	flags.StringVar(&report, "report", "on", "tell an image's server which pages a container read until it was ready: on or off")
 	flags.Float64Var(&opts.ReportSample, "report-sample", 1, "`SHARE` of the starts to tell of, above 0 and at most 1")
 	flags.StringVar(&gate, "gate", "auto", "`GATE` that holds back reads: auto, fanotify, fuse or loop")

@@ -45,7 +45,7 @@ func (f *traceFlags) add(cmd *cobra.Command) {
 	fs.StringVar(&f.probe, "probe", "", "`PROBE` that tells when the service is ready, as for foil run")
 	fs.DurationVar(&f.trace.After, "after", time.Second, "with a probe: how long a ready service goes on, for what its first users need; use it meanwhile")
 	fs.DurationVar(&f.trace.Quiet, "quiet", 3*time.Second, "without a probe: how long nothing new is read when the service counts as ready")
-	fs.IntVar(&f.runs, "runs", 1, "how often to run the service; pages that at least half of the runs touch count")
+	fs.IntVar(&f.runs, "runs", 1, "how often to run the service; pages that at least a quarter of the runs touch count")
 	fs.StringVar(&f.entrypoint, "entrypoint", "", "`COMMAND` in place of the image's entrypoint and command")
 	fs.StringArrayVarP(&f.opts.Spec.Env, "env", "e", nil, "set `KEY=VALUE`, or pass on the caller's KEY; may be repeated")
 	fs.StringVarP(&f.opts.Spec.Cwd, "workdir", "w", "", "working `DIR` in place of the image's")
@@ -102,7 +102,7 @@ stopped and removed.
 
 Each run has a mount of its own with a cold page cache. The traces go to the
 image's server, which makes the startup set of the service from them: an image
-with an entrypoint and a command. Pages count that at least half of the runs
+with an entrypoint and a command. Pages count that at least a quarter of the runs
 touched. "foil startup" shows and removes sets; docs/startup.md says more.
 
 Without --probe a service is ready when it has read nothing new for --quiet, or

@@ -119,6 +119,30 @@ func cached(t *testing.T, img *picture.Image, mnt string) map[string]bool {
 	return pages
 }
 
+// residentBytes returns how much of a file is in the page cache.
+func residentBytes(path string) (n int64, err error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return 0, err
+	}
+	defer f.Close()
+	st, err := f.Stat()
+	if err != nil || st.Size() == 0 {
+		return 0, err
+	}
+	m, err := unix.Mmap(int(f.Fd()), 0, int(st.Size()), unix.PROT_READ, unix.MAP_SHARED)
+	if err != nil {
+		return 0, err
+	}
+	defer func() { _ = unix.Munmap(m) }()
+	in := make([]byte, trace.Pages(st.Size()))
+	err = mincore(m, in)
+	for _, b := range in {
+		n += int64(b&1) * trace.BlockSize
+	}
+	return n, err
+}
+
 func mincore(m, in []byte) error {
 	_, _, errno := unix.Syscall(unix.SYS_MINCORE, uintptr(unsafe.Pointer(&m[0])), uintptr(len(m)), uintptr(unsafe.Pointer(&in[0])))
 	if errno != 0 {

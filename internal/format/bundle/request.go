@@ -27,7 +27,7 @@ const (
 )
 
 // MaxWarm bounds Warm.Bytes.
-const MaxWarm = 8 << 20
+const MaxWarm = 32 << 20
 
 // Warm asks for bytes that let TCP learn the path before a pull needs it.
 type Warm struct {

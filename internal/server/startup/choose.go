@@ -111,7 +111,8 @@ const (
 // choose returns the startup set of a service in the order of need, and what
 // else was touched, in that order. A page is in the set when
 //
-//   - half or more of the recorded traces touched it; or
+//   - a quarter or more of the recorded traces touched it: runs that somebody took are few and
+//     good, and a page too few costs a round trip, one too many next to nothing; or
 //   - half or more of the reports touched it; or
 //   - it is inherited, and no more reports say that it was sent early for nothing
 //     than touched it.
@@ -166,7 +167,7 @@ func (e *evidence) choose(t *toc.TOC) (set, late []ranked) {
 		slices.Sort(places)
 		r := ranked{piece, places[len(places)/2]}
 		switch {
-		case recorded > 0 && 2*recorded >= inRecorded,
+		case recorded > 0 && 4*recorded >= inRecorded,
 			reported > 0 && 2*reported >= inReports,
 			inherited && unused <= reported:
 			set = appendRanked(set, r)

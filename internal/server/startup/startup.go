@@ -9,7 +9,7 @@
 // their own changes nothing here. A service is what runs on the image (its ID
 // is trace.Service of its arguments). Its set is, in this order of preference,
 //
-//	traced     pages in half or more of the traces that were recorded on purpose
+//	traced     pages in a quarter or more of the traces that were recorded on purpose
 //	learned    pages in half or more of what workers reported; a report counts
 //	           once a client, and the last 16 count
 //	inherited  the set that the service has in another version of the image, the

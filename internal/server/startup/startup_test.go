@@ -589,3 +589,27 @@ func FuzzDecode(f *testing.F) {
 		}
 	})
 }
+
+// Of recorded traces a quarter makes a page part of the set: up to four, that is
+// what any of them touched.
+func TestAQuarterOfTheTraces(t *testing.T) {
+	w := newWorld(t)
+	m := w.image(t, "r", "1", someFiles(1))
+	page := func(first uint32) trace.Run { return trace.Run{Content: 0, First: first, Blocks: 1} }
+	for traces, want := range map[int]int{1: 2, 2: 2, 4: 2, 5: 1, 8: 1} {
+		var list []*trace.Trace
+		var clients []string
+		for i := range traces {
+			touched := []trace.Run{page(0)}
+			if i == 0 {
+				touched = append(touched, page(2))
+			}
+			list, clients = append(list, m.trace(trace.Recorded, nil, touched, nil)), append(clients, "x")
+		}
+		v := evidence{recorded: voters(list, clients)}
+		set, late := v.choose(m.TOC)
+		if len(set) != want || len(set)+len(late) != 2 {
+			t.Errorf("%d traces: set %v, late %v", traces, set, late)
+		}
+	}
+}

@@ -14,29 +14,53 @@ import (
 // is on the disk.
 type reads struct {
 	seen    []uint64 // bits, by block
+	ahead   []uint64 // those that Ahead noted; nobody need have asked for them
 	dropped []uint64 // those of them whose copy is dropped; guarded by Arena.sync
 	n       atomic.Int64
 }
 
 func (r *reads) init(l *Layout) {
 	n := words(int(l.Blocks()))
-	r.seen, r.dropped = make([]uint64, n), make([]uint64, n)
+	r.seen, r.ahead, r.dropped = make([]uint64, n), make([]uint64, n), make([]uint64, n)
 }
 
-// Touch notes that [off, off+n) is read by way of the gate.
-func (a *Arena) Touch(off, n int64) {
+// Touch notes that [off, off+n) is read by way of the gate, and reports whether
+// that tells that somebody needs it: what Ahead announced says nothing.
+func (a *Arena) Touch(off, n int64) (needed bool) {
+	a.eachWord(off, n, func(i int, m uint64) {
+		ahead := atomic.LoadUint64(&a.reads.ahead[i])
+		needed = needed || m&^ahead != 0
+		if old := atomic.OrUint64(&a.reads.seen[i], m); m&^old&^ahead != 0 {
+			a.reads.n.Add(int64(bits.OnesCount64(m &^ old &^ ahead)))
+		}
+	})
+	return needed
+}
+
+// Ahead notes that [off, off+n) is about to be read so that it is in the mount's
+// page cache before anybody asks: Touch does not count it. Whoever needs it reads it
+// from there, which nobody sees.
+func (a *Arena) Ahead(off, n int64) {
+	a.eachWord(off, n, func(i int, m uint64) { atomic.OrUint64(&a.reads.ahead[i], m) })
+}
+
+// IsAhead reports whether Ahead noted the block at off.
+func (a *Arena) IsAhead(off int64) (ahead bool) {
+	a.eachWord(off, 1, func(i int, m uint64) { ahead = atomic.LoadUint64(&a.reads.ahead[i])&m != 0 })
+	return ahead
+}
+
+// eachWord calls fn with the bits of the blocks of [off, off+n), word by word.
+func (a *Arena) eachWord(off, n int64, fn func(i int, m uint64)) {
 	from, to := a.blocks(off, n)
 	for from < to {
 		n := min(64-from%64, to-from)
-		m := ^uint64(0) >> (64 - n) << (from % 64)
-		if old := atomic.OrUint64(&a.reads.seen[from/64], m); old&m != m {
-			a.reads.n.Add(int64(bits.OnesCount64(m &^ old)))
-		}
+		fn(from/64, ^uint64(0)>>(64-n)<<(from%64))
 		from += n
 	}
 }
 
-// Touched returns how many bytes of blocks Touch has noted, each once.
+// Touched returns how many bytes of blocks Touch has noted as needed, each once.
 func (a *Arena) Touched() int64 { return a.reads.n.Load() * BlockSize }
 
 // undropped returns the blocks that were read and whose copies have not been

@@ -216,6 +216,35 @@ func TestUnfinished(t *testing.T) {
 	}
 }
 
+// TestAhead does not count what was announced, unless it was read before.
+func TestAhead(t *testing.T) {
+	c, _ := makeTOC([]piece{{1, 900_000}})
+	a, err := Create(t.TempDir(), layout(t, c, nil))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer a.Close()
+	const page = BlockSize
+	if !a.Touch(2*page, page) {
+		t.Error("a read that nobody announced is not needed")
+	}
+	a.Ahead(page, 70*page)
+	for _, off := range []int64{0, page, 64 * page, 70 * page, 71 * page} {
+		if want := off >= page && off < 71*page; a.IsAhead(off) != want {
+			t.Errorf("block %d: ahead %t", off/page, !want)
+		}
+	}
+	if a.Touch(page, 70*page) || a.Touched() != page {
+		t.Errorf("%d bytes count as touched, want one page", a.Touched())
+	}
+	if !a.Touch(60*page, 20*page) || a.Touched() != 10*page {
+		t.Errorf("%d bytes count as touched, want ten pages", a.Touched())
+	}
+	if a.IsAhead(-1) || a.IsAhead(1<<40) {
+		t.Error("what is beyond the arena is ahead")
+	}
+}
+
 // TestTouch counts what is read, and drops the arena's copy of it once it is on
 // the disk.
 func TestTouch(t *testing.T) {

@@ -7,7 +7,7 @@
 // The way of one pull. Pull's goroutine sends the request and takes section
 // after section off the stream. For an image it calls Options.Open, which lays
 // out an arena; the plan is turned into "which frame holds this segment"; a
-// frame goes to one of GOMAXPROCS workers, which decodes it and hands each of its segments to
+// frame goes to one of Options.Workers workers, which decodes it and hands each of its segments to
 // Arena.WriteSegment. A startup set comes before the plan: its frames go to the same workers,
 // and each page run to Arena.WriteRun; that of a service that joins the pull comes in a
 // stream of its own (join.go). Bytes are verified, written and
@@ -66,6 +66,10 @@ type Options struct {
 	// stream had of startup sets has been written, unless it was damaged.
 	Early func(Startup)
 
+	// Pages is called by several goroutines, when not nil, with page runs of a startup set that have been
+	// written to the arena of the image with that index in the request, in about the order of need.
+	Pages func(image int, origin string, runs []trace.Run)
+
 	// Hold, when more than 0, has the frames of the plan wait after a startup
 	// set that was traced, unwritten, until Release is called, a read waits for something that was not in the set, or
 	// so much time has passed: the start has the processors and the disk for
@@ -90,6 +94,8 @@ type Options struct {
 	// on the way; 0 means 5 seconds and 64 MiB.
 	SyncEvery time.Duration
 	SyncBytes int64
+	// Workers is how many frames are decoded and written at a time; 0 means GOMAXPROCS.
+	Workers int
 	// PromoteBeyond is how many bytes may be planned before a wanted frame
 	// without it being promoted; 0 means 256 KiB, less than 0 none.
 	PromoteBeyond int64
@@ -123,6 +129,9 @@ func (o *Options) defaults() {
 	}
 	if o.JoinPatience == 0 {
 		o.JoinPatience = time.Second
+	}
+	if o.Workers <= 0 {
+		o.Workers = runtime.GOMAXPROCS(0)
 	}
 	if o.PromoteBeyond == 0 {
 		o.PromoteBeyond = 256 << 10
@@ -264,7 +273,7 @@ func (p *Pull) Wait() error {
 
 func (p *Pull) run() {
 	defer close(p.done)
-	for range runtime.GOMAXPROCS(0) {
+	for range p.opts.Workers {
 		p.work.Go(p.worker)
 	}
 	p.work.Go(p.syncer)

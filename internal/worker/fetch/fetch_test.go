@@ -425,7 +425,7 @@ func TestGiveUp(t *testing.T) {
 			if err := <-read; !errors.Is(err, unix.ECONNREFUSED) {
 				t.Errorf("the read: %v", err)
 			}
-			if w := p.LastWaits(); len(w) != 1 || w[0].Err == nil {
+			if w := p.Waits(); len(w) != 1 || w[0].Err == nil {
 				t.Errorf("waits %v", w)
 			}
 			// The pull can be started again.

@@ -18,8 +18,9 @@ const (
 	gather = time.Millisecond
 	// underway bounds the promotions that are sent and not yet answered.
 	underway = 16
-	// lastWaits is how many waits are remembered for diagnosis.
-	lastWaits = 64
+	// firstWaits is how many waits are remembered for diagnosis: the first ones,
+	// since what a start waited for is what one wants to know.
+	firstWaits = 256
 )
 
 // reading is a read that waits.
@@ -39,9 +40,10 @@ func (p *Pull) Need(ctx context.Context, a *arena.Arena, off, n int64) error {
 	r := &reading{a, off, n}
 	p.mu.Lock()
 	p.wanted[r] = struct{}{}
-	promoted := false
+	w := Wait{Offset: off, Length: n, Began: began, Moved: p.moved.Load()}
 	if p.current != nil && !p.brings(r) {
-		promoted = p.current.wantAll(r)
+		w.Planned, w.Promoted = true, p.current.wantAll(r)
+		w.Ahead = p.current.ahead(r)
 		p.Release() // it is not in a startup set, or was damaged
 	}
 	p.mu.Unlock()
@@ -49,7 +51,8 @@ func (p *Pull) Need(ctx context.Context, a *arena.Arena, off, n int64) error {
 	p.mu.Lock()
 	delete(p.wanted, r)
 	p.mu.Unlock()
-	p.waits.add(Wait{Offset: off, Length: n, Began: began, Took: time.Since(began), Promoted: promoted, Err: err})
+	w.Took, w.Err = time.Since(began), err
+	p.waits.add(w)
 	return err
 }
 
@@ -189,41 +192,62 @@ func (r *promoter) post(s *stream, frames []uint32) {
 	}
 }
 
+// ahead returns how many bytes of frames are planned, and have not come, before
+// the last frame that a read needs, that one included, as if none were promoted. p.mu is held.
+func (s *stream) ahead(r *reading) (n int64) {
+	last := -1
+	for _, i := range r.arena.AbsentSegments(nil, r.off, r.n) {
+		if frameOf := s.frameOf[r.arena]; frameOf != nil && frameOf[i] != noFrame {
+			last = max(last, int(frameOf[i]))
+		}
+	}
+	for i := s.next; i <= last; i++ {
+		if s.state[i]&received == 0 {
+			n += int64(s.plan.Frames[i].MaxLength)
+		}
+	}
+	return n
+}
+
 // Wait is one read that had to wait.
 type Wait struct {
 	Offset, Length int64 // in the arena, bytes
 	Began          time.Time
 	Took           time.Duration
-	Promoted       bool
-	Err            error
+	// Planned says that the plan was here when the read came: what it waits for was in no
+	// startup set, or was damaged. Before that, it may be in the set.
+	Planned  bool
+	Moved    int64 // bytes that had come over the network by then
+	Ahead    int64 // bytes planned before the end of what it needs, at most; Planned
+	Promoted bool
+	Err      error
 }
 
-// waits counts reads that waited, and keeps the last ones.
+// waits counts reads that waited, and keeps the first ones.
 type waits struct {
 	mu    sync.Mutex
 	count int64
 	took  time.Duration
-	ring  [lastWaits]Wait
+	first []Wait
 }
 
 func (w *waits) add(one Wait) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.ring[w.count%lastWaits] = one
+	if len(w.first) < firstWaits {
+		w.first = append(w.first, one)
+	}
 	w.count++
 	w.took += one.Took
 }
 
-// LastWaits returns the last reads that had to wait, at most 64, oldest first.
-func (p *Pull) LastWaits() []Wait {
+// Waits returns the first reads that had to wait, at most 256, in the order in
+// which they ended.
+func (p *Pull) Waits() []Wait {
 	w := &p.waits
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if w.count <= lastWaits {
-		return slices.Clone(w.ring[:w.count])
-	}
-	k := w.count % lastWaits
-	return append(slices.Clone(w.ring[k:]), w.ring[:k]...)
+	return slices.Clone(w.first)
 }
 
 // Backing is an arena that a pull fills: a gate.Backing.

@@ -9,6 +9,7 @@ import (
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/format/toc"
+	"hydrofoil.dev/foil/internal/format/trace"
 	"hydrofoil.dev/foil/internal/worker/arena"
 )
 
@@ -70,6 +71,7 @@ func (p *Pull) writePages(j job, raw []byte) []byte {
 		return raw
 	}
 	var wrong []segment.ID
+	here := make([]trace.Run, 0, len(runs))
 	written, at := int64(0), int64(0)
 	for i, r := range runs {
 		content := &j.set.contents[int(f.First)+i]
@@ -94,7 +96,11 @@ func (p *Pull) writePages(j job, raw []byte) []byte {
 			return raw
 		default:
 			written += n
+			here = append(here, r)
 		}
+	}
+	if p.opts.Pages != nil && len(here) > 0 {
+		p.opts.Pages(j.set.Index, j.set.Origin, here)
 	}
 	p.pagesRaw.Add(written)
 	p.wrote(written)

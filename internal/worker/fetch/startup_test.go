@@ -9,9 +9,11 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
+	"github.com/google/go-cmp/cmp"
 	"pgregory.net/rapid"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
@@ -84,8 +86,32 @@ func TestStartup(t *testing.T) {
 		c := s.client(t, ClientOptions{})
 		defer c.Close()
 		o := startupOptions(w, c, 1)
+		var told []trace.Run // all of which are there
+		var telling sync.Mutex
+		o.Pages = func(image int, origin string, runs []trace.Run) {
+			telling.Lock()
+			defer telling.Unlock()
+			if image != 0 || origin != bundle.OriginTraced {
+				t.Errorf("pages of image %d, %s", image, origin)
+			}
+			for _, r := range runs {
+				if !w.has(m, r) {
+					t.Errorf("told of %+v, which is absent", r)
+				}
+			}
+			told = append(told, runs...)
+		}
 		var early []Startup
 		o.Early = func(s Startup) {
+			telling.Lock()
+			defer telling.Unlock()
+			var all []trace.Run
+			for _, runs := range m.startup {
+				all = append(all, runs...)
+			}
+			if !cmp.Equal(trace.Merge(slices.Clone(told)), trace.Merge(all)) {
+				t.Errorf("told of %v, the set has %v", told, all)
+			}
 			early = append(early, s)
 			for _, runs := range m.startup {
 				for _, r := range runs {

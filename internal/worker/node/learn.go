@@ -312,7 +312,8 @@ func compare(have *restored, a *arena.Arena, reads []recorder.Read, started, unt
 	}
 	for _, r := range a.EarlyRuns() {
 		for p := r.First; p < r.End(); p++ {
-			if pages[r.Content][p] {
+			// Whether what was read ahead of anybody was used is not known.
+			if pages[r.Content][p] || a.IsAhead(offsets[r.Content]+int64(p)*trace.BlockSize) {
 				continue
 			}
 			if n := len(unused); n > 0 && unused[n-1].Content == r.Content && unused[n-1].End() == p {

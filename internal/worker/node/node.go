@@ -68,6 +68,9 @@ type Options struct {
 	// Version is told to clients.
 	Version string
 	Logger  *slog.Logger
+	// Workers is how many frames a pull decodes at a time; 0: as many as there are
+	// processors to the Go runtime.
+	Workers int
 	// Gate is what is to hold back reads of what is absent: kernel.GateFanotify,
 	// GateFUSE or GateLoop; empty: the best that the host can have.
 	Gate string

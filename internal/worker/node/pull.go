@@ -37,6 +37,7 @@ type pull struct {
 	stop  context.CancelCauseFunc
 	work  sync.WaitGroup // the mount, and the copying of what is here
 	early *early         // nil unless it was begun for its header
+	warm  warmer
 
 	mu         sync.Mutex
 	fetch      *fetch.Pull    // nil before the start and after the end
@@ -251,7 +252,9 @@ func (p *pull) bring(ctx context.Context) error {
 			Open:           p.open,
 			TOC:            p.encodedTOC,
 			Early:          p.arrived,
+			Pages:          p.pages,
 			Hold:           p.hold(),
+			Workers:        n.opts.Workers,
 			GiveUp:         n.opts.GiveUp,
 			GiveUpUnopened: atOnce,
 			Logger:         n.log,
@@ -269,6 +272,12 @@ func (p *pull) bring(ctx context.Context) error {
 		p.mu.Lock()
 		mountErr, r, img := p.mountErr, p.rootfs, p.image
 		p.mu.Unlock()
+		if r != nil {
+			n.mu.Lock()
+			a := r.arena
+			n.mu.Unlock()
+			n.logWaits(r, a, p.begun, f.Waits())
+		}
 		switch {
 		case mountErr != nil:
 			return mountErr
@@ -605,6 +614,7 @@ func (p *pull) mount(r *rootfs, t *toc.TOC, place placement) {
 	if err != nil {
 		return
 	}
+	p.warmUp(r, t)
 	n.copyLocal(p.ctx, r, p)
 	p.settled(r)
 	debug.FreeOSMemory() // what the mount of a large image took

@@ -14,7 +14,7 @@ import (
 // A startup set has the pages that a start touches, and no others. With
 // read-ahead, a read asks for a window around its page, most of which is not in
 // the set, and waits for all of it. So the mount of a rootfs that comes with a
-// startup set has no read-ahead until its container is ready, as far as anybody
+// startup set has no read-ahead until a second after its container is ready, as far as anybody
 // says so: else for settle after the set has arrived, and never once everything
 // is here. The same holds while nobody knows a set and what is read is noticed to
 // make one (learn.go): with read-ahead it would have what nobody asked for.
@@ -106,12 +106,10 @@ func (p *pull) arrived(s fetch.Startup) {
 			}
 			select {
 			case <-p.ready:
-				if learning {
-					// What is read right after is reported, too.
-					select {
-					case <-time.After(reportAfter):
-					case <-p.ctx.Done():
-					}
+				// What is read right after is in the set as well, and reported.
+				select {
+				case <-time.After(reportAfter):
+				case <-p.ctx.Done():
 				}
 			case <-after:
 			case <-p.ctx.Done():

@@ -575,9 +575,9 @@ type backing struct {
 
 // Present is asked once for each read that meets the gate.
 func (b *backing) Present(off, n int64) bool {
-	b.arena.Touch(off, n)
+	needed := b.arena.Touch(off, n)
 	present := b.arena.Present(off, n)
-	if b.learn != nil {
+	if b.learn != nil && needed {
 		b.learn.read(off, n, !present)
 	}
 	return present

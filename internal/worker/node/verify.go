@@ -157,15 +157,21 @@ func (v *verifier) content(file io.ReaderAt, c int32, at int64, present func(off
 // paths names each content by the first path that has it.
 func (v *verifier) paths() map[int32]string {
 	if v.named == nil {
-		v.named = make(map[int32]string)
-		v.t.Walk(func(path string, inode int) {
-			c := v.t.Inodes[inode].Content
-			if _, ok := v.named[c]; !ok && c >= 0 {
-				v.named[c] = path
-			}
-		})
+		v.named = paths(v.t)
 	}
 	return v.named
+}
+
+// paths names each content of a TOC by the first path that has it.
+func paths(t *toc.TOC) map[int32]string {
+	named := make(map[int32]string)
+	t.Walk(func(path string, inode int) {
+		c := t.Inodes[inode].Content
+		if _, ok := named[c]; !ok && c >= 0 {
+			named[c] = path
+		}
+	})
+	return named
 }
 
 // read reads and verifies TOC and placement.
