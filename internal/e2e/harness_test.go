@@ -115,7 +115,12 @@ func startProgram(t testing.TB, program string, args ...string) *process {
 		select {
 		case <-p.done:
 		case <-time.After(time.Minute):
-			p.kill()
+			p.signal(syscall.SIGQUIT) // for the stacks of its goroutines, in its log
+			select {
+			case <-p.done:
+			case <-time.After(10 * time.Second):
+				p.kill()
+			}
 			t.Errorf("foil %s did not end on SIGTERM", strings.Join(args, " "))
 		}
 		if t.Failed() {

@@ -240,11 +240,24 @@ func (s *Snapshotter) Update(ctx context.Context, info snapshots.Info, fields ..
 	return s.labelled(info), nil
 }
 
-// Walk calls fn for each snapshot that the filters let through.
+// Walk calls fn for each snapshot that the filters let through, when it has read
+// all of them: a transaction that is open would keep the database from growing,
+// and so wait for fn, and for mu, whose holder may be the one who writes.
 func (s *Snapshotter) Walk(ctx context.Context, fn snapshots.WalkFunc, filters ...string) error {
-	return s.plain.Walk(ctx, func(ctx context.Context, info snapshots.Info) error {
-		return fn(ctx, s.labelled(info))
+	var all []snapshots.Info
+	err := s.plain.Walk(ctx, func(_ context.Context, info snapshots.Info) error {
+		all = append(all, info)
+		return nil
 	}, filters...)
+	if err != nil {
+		return err
+	}
+	for _, info := range all {
+		if err := fn(ctx, s.labelled(info)); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // labelled adds the labels of a lazy snapshot.

@@ -2,11 +2,14 @@ package snapshotter
 
 import (
 	"context"
+	"errors"
 	"flag"
 	"fmt"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
+	"time"
 
 	snapshotsapi "github.com/containerd/containerd/api/services/snapshots/v1"
 	"github.com/containerd/containerd/v2/core/snapshots"
@@ -73,4 +76,41 @@ func TestSuiteOverSocket(t *testing.T) {
 			return s.Close()
 		}, nil
 	})
+}
+
+// TestChangesWhileWalked makes snapshots, so many bytes of them that the
+// database grows, while a client is told of those there are: neither may wait
+// for the other.
+func TestChangesWhileWalked(t *testing.T) {
+	s, err := Open(t.Context(), Options{Dir: t.TempDir()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	for _, name := range []string{"first", "second"} {
+		if _, err := s.Prepare(t.Context(), name, ""); err != nil {
+			t.Fatal(err)
+		}
+	}
+	seen := 0
+	err = s.Walk(t.Context(), func(context.Context, snapshots.Info) error {
+		seen++
+		changed := make(chan error, 1)
+		go func() {
+			_, err := s.Prepare(t.Context(), fmt.Sprint("large-", seen), "", snapshots.WithLabels(map[string]string{"large": strings.Repeat("x", 1<<20)}))
+			changed <- err
+		}()
+		select {
+		case err := <-changed:
+			return err
+		case <-time.After(time.Minute):
+			return errors.New("Prepare waits for Walk")
+		}
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if seen != 2 {
+		t.Errorf("saw %d snapshots of the 2 that were there", seen)
+	}
 }
