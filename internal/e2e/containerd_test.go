@@ -358,6 +358,15 @@ func TestContainerdRunsAnImageThatIsOnItsWay(t *testing.T) {
 		t.Errorf("a container of the new daemon read\n%s", got)
 	}
 
+	// statfs tells of the filesystem that holds what the container writes.
+	var on syscall.Statfs_t
+	if err := syscall.Statfs(w2.root, &on); err != nil {
+		t.Fatal(err)
+	}
+	if got, want := strings.TrimSpace(c.run(t, ref, "statfs", "/bin/busybox stat -f -c '%b %S %c' /")), fmt.Sprintf("%d %d %d", on.Blocks, on.Frsize, on.Files); got != want {
+		t.Errorf("statfs in a container: blocks, their size and inodes are %s, want %s", got, want)
+	}
+
 	// The disk: what is used is counted, and freed with the image.
 	usage := c.ctr(t, "snapshots", "--snapshotter", "hydrofoil", "usage", "-b", names[0], names[1])
 	t.Logf("usage:\n%s", usage)

@@ -46,3 +46,19 @@ while the image arrives over a link.`,
 	programFlags(cmd, &o.Programs)
 	return cmd
 }
+
+// operationCommand is what `bench running --arriving` has processes of its own do.
+func operationCommand() *cobra.Command {
+	return &cobra.Command{
+		Use:    running.OperationCommand + " IMAGE OPERATION TREE",
+		Hidden: true,
+		Args:   cobra.ExactArgs(3),
+		RunE: func(_ *cobra.Command, args []string) error {
+			took, err := running.Operation(args[0], args[1], args[2])
+			if err == nil {
+				fmt.Println(took)
+			}
+			return err
+		},
+	}
+}
