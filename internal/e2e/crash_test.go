@@ -157,7 +157,12 @@ func (s *storm) run(kills int) {
 		}
 	}
 	during := compared
-	// Then every image once more, by a container of its own.
+	// Then every image once more, by a container of its own, when containerd has
+	// tried again to reach the daemon.
+	eventually(t, "containerd reaches the daemon", func() error {
+		_, err := s.c.tryCtr("snapshots", "--snapshotter", "hydrofoil", "ls")
+		return err
+	})
 	for i := range s.images {
 		ref := s.link.via(s.server.push("storm", fmt.Sprintf("after-%d", i), s.images[i]))
 		s.c.pull(t, ref)
