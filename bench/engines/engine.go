@@ -88,6 +88,15 @@ type Converter interface {
 	Engine
 	// Converted are their names in the registry.
 	Converted(im Image) []string
+	// Foresee is how long Prepare takes for an image with compressed layers of so
+	// many bytes, on an idle machine with two cores.
+	Foresee(layers int64) time.Duration
+}
+
+// pace is some time for each image, and one for its bytes at a rate in bytes a
+// second.
+func pace(each time.Duration, layers int64, rate float64) time.Duration {
+	return each + time.Duration(float64(layers)/rate*float64(time.Second))
 }
 
 // Worker is one machine's worth of an engine, at the edge. The order of calls is

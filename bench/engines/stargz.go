@@ -7,7 +7,6 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
-	"syscall"
 	"time"
 
 	"hydrofoil.dev/foil/bench/link"
@@ -31,11 +30,8 @@ func (*Stargz) Find(ctx context.Context, p Programs) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	daemon, err := find(p.Peers, "containerd-stargz-grpc")
+	paths, err := findPrograms(p, "containerd-stargz-grpc", "ctr-remote")
 	if err != nil {
-		return "", err
-	}
-	if _, err := find(p.Peers, "ctr-remote"); err != nil {
 		return "", err
 	}
 	if _, err := find("", "fusermount"); err != nil {
@@ -44,7 +40,7 @@ func (*Stargz) Find(ctx context.Context, p Programs) (string, error) {
 	version := "stargz-snapshotter"
 	// A program that was built without its Makefile does not know its version,
 	// but the Go linker does.
-	if out, err := command(ctx, "go", "version", "-m", daemon); err == nil {
+	if out, err := command(ctx, "go", "version", "-m", paths["containerd-stargz-grpc"]); err == nil {
 		for line := range strings.Lines(out) {
 			fields := strings.Fields(line)
 			if len(fields) > 2 && fields[1] == "github.com/containerd/stargz-snapshotter" {
@@ -103,58 +99,25 @@ func quoted(words []string) string {
 // Converted is what Prepare pushes.
 func (*Stargz) Converted(im Image) []string { return []string{im.Ref + estargz} }
 
+// Foresee: the trace takes ten seconds, and compressing anew goes by one core.
+func (*Stargz) Foresee(layers int64) time.Duration { return pace(12*time.Second, layers, 1.6e6) }
+
 func (*Stargz) Worker(s *site.Site, p Programs, dir string) Worker {
-	w := &stargzWorker{containerdWorker: newContainerd(s, p, filepath.Join(dir, "containerd"), "stargz"), root: filepath.Join(dir, "stargz")}
-	w.proxy = filepath.Join(w.root, "sock")
-	return w
+	return &stargzWorker{proxied: newProxied(s, p, dir, "stargz", "stargz", estargz)}
 }
 
 type stargzWorker struct {
-	*containerdWorker
-	root   string
+	proxied
 	remote string
-	grpc   *site.Process
 }
 
 func (w *stargzWorker) Start(ctx context.Context) (err error) {
-	if err := os.MkdirAll(w.root, 0o711); err != nil {
-		return fmt.Errorf("bench: %w", err)
-	}
 	if w.remote, err = find(w.programs.Peers, "ctr-remote"); err != nil {
-		return err
-	}
-	daemon, err := find(w.programs.Peers, "containerd-stargz-grpc")
-	if err != nil {
 		return err
 	}
 	// The registry speaks HTTP without TLS; all else is as it comes.
 	config := fmt.Sprintf("[resolver.host.%q]\n[[resolver.host.%q.mirrors]]\nhost = %q\ninsecure = true\n", RegistryAddr, RegistryAddr, RegistryAddr)
-	path := filepath.Join(w.root, "config.toml")
-	if err := os.WriteFile(path, []byte(config), 0o644); err != nil {
-		return fmt.Errorf("bench: %w", err)
-	}
-	w.grpc, err = w.site.Start(link.Edge, nil, daemon, "--address", w.proxy, "--root", filepath.Join(w.root, "root"), "--config", path)
-	if err != nil {
-		return err
-	}
-	err = started(ctx, w.grpc, "containerd-stargz-grpc", func(context.Context) bool {
-		_, err := os.Stat(w.proxy)
-		return err == nil
-	})
-	if err == nil {
-		err = w.containerdWorker.Start(ctx)
-	}
-	if err != nil {
-		return errors.Join(err, w.grpc.Stop(syscall.SIGTERM))
-	}
-	return nil
-}
-
-// Forgets: its cache does not outlive its process.
-func (*stargzWorker) Forgets() {}
-
-func (w *stargzWorker) Processes() []int {
-	return append(w.containerdWorker.Processes(), w.grpc.PID())
+	return w.launch(ctx, "containerd-stargz-grpc", config, "--address", w.proxy, "--root", filepath.Join(w.root, "root"))
 }
 
 func (w *stargzWorker) Provision(ctx context.Context, im Image, t *Trial) (*Container, error) {
@@ -163,25 +126,4 @@ func (w *stargzWorker) Provision(ctx context.Context, im Image, t *Trial) (*Cont
 	}
 	t.Mark(Pulled)
 	return w.start(ctx, w.remote, im.Ref+estargz, im.Command, t)
-}
-
-// Complete waits until the line has been silent for some seconds: the fetch in
-// the background pauses, and does not say when it is done.
-func (w *stargzWorker) Complete(ctx context.Context, _ Image, t *Trial) error {
-	return t.Quiet(ctx, 3*time.Second, Complete)
-}
-
-func (w *stargzWorker) Check(ctx context.Context, im Image, _ bool) error {
-	listed, err := w.ctr(ctx, "images", "list", "name=="+im.Ref+estargz)
-	if err != nil {
-		return err
-	}
-	if !strings.Contains(listed, im.Ref+estargz) {
-		return fmt.Errorf("bench: containerd does not know %s", im.Ref+estargz)
-	}
-	return nil
-}
-
-func (w *stargzWorker) Stop() error {
-	return errors.Join(w.containerdWorker.Stop(), w.grpc.Stop(syscall.SIGTERM))
 }

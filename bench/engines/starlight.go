@@ -46,10 +46,9 @@ func (*Starlight) Find(ctx context.Context, p Programs) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	for _, name := range []string{"starlight-daemon", "starlight-proxy", "ctr-starlight"} {
-		if _, err := find(p.Peers, name); err != nil {
-			return "", err
-		}
+	paths, err := findPrograms(p, "starlight-proxy", "starlight-daemon", "ctr-starlight")
+	if err != nil {
+		return "", err
 	}
 	postgres, err := findPostgres("postgres")
 	if err != nil {
@@ -59,11 +58,7 @@ func (*Starlight) Find(ctx context.Context, p Programs) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	proxy, err := find(p.Peers, "starlight-proxy")
-	if err != nil {
-		return "", err
-	}
-	said, err := firstLine(ctx, proxy, "--version")
+	said, err := firstLine(ctx, paths["starlight-proxy"], "--version")
 	return said + ", " + database + ", " + t.version, err
 }
 
@@ -284,6 +279,9 @@ func addIndex(layout string) error {
 func (*Starlight) Converted(im Image) []string {
 	return []string{im.Ref + "-index", im.Ref + converted}
 }
+
+// Foresee: every file is compressed by itself, by one core.
+func (*Starlight) Foresee(layers int64) time.Duration { return pace(4*time.Second, layers, 1.3e6) }
 
 func (e *Starlight) Worker(s *site.Site, p Programs, dir string) Worker { return e.worker(s, p, dir) }
 

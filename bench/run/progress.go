@@ -75,9 +75,36 @@ func (m *matrix) foresee(s session) (took time.Duration) {
 	return took
 }
 
+// A second's worth of bytes that are pushed to the registry.
+const pushRate = 100e6
+
+// preparation is how long peers will take to prepare what they have not, if the
+// machine is idle, and how many images are not prepared by all of them.
+func (m *matrix) preparation() (took time.Duration, left int) {
+	for _, versions := range m.images {
+		for _, im := range versions {
+			before := took
+			for _, e := range m.unprepared(m.known(im)) {
+				converter, ok := e.(engines.Converter)
+				if !ok {
+					continue
+				}
+				if _, kept := m.state.kept(converter, im, m.versions[e.Name()]); kept {
+					took += time.Duration(float64(im.Built.LayerBytes()) / pushRate * float64(time.Second))
+				} else {
+					took += converter.Foresee(im.Built.LayerBytes())
+				}
+			}
+			if took > before {
+				left++
+			}
+		}
+	}
+	return took, left
+}
+
 // forecast says how much there is to do and how long it will take. unpushed are the
-// images that are pushed and measured first; how long peers take to prepare them is
-// not foreseen.
+// images that are pushed and measured first.
 func (m *matrix) forecast(rounds []round, unpushed []engines.Image) string {
 	var sessions, runs int
 	var took time.Duration
@@ -93,8 +120,9 @@ func (m *matrix) forecast(rounds []round, unpushed []engines.Image) string {
 	for _, im := range unpushed {
 		first += 10*time.Second + time.Duration(float64(im.Built.LayerBytes())/13e6*float64(time.Second))
 	}
-	return fmt.Sprintf("%d runs in %d sessions and %d rounds are to be made: about %v on an idle machine; before that, %d images are pushed and their floors measured: about %v, and what peers take to prepare theirs",
-		runs, sessions, len(rounds), took.Round(time.Minute), len(unpushed), first.Round(time.Minute))
+	prepare, left := m.preparation()
+	return fmt.Sprintf("%d runs in %d sessions and %d rounds are to be made: about %v on an idle machine; before that, %d images are pushed and their floors measured: about %v, and peers prepare %d: about %v",
+		runs, sessions, len(rounds), took.Round(time.Minute), len(unpushed), first.Round(time.Minute), left, prepare.Round(time.Minute))
 }
 
 // tell is a run in one line.

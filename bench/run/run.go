@@ -237,16 +237,23 @@ func (m *matrix) recall(versions []engines.Image) (all bool, err error) {
 		if m.lacks(im) {
 			return false, nil
 		}
-		p, _ := m.state.image(im.Name, im.Built.Digest.String())
-		if before, err := m.out.Image(im.Name); err == nil && !m.RetryFailed {
-			p.PrepareErr = before.PrepareErr
-		}
+		p := m.known(im)
 		all = all && len(m.unprepared(p)) == 0
 		if err := m.out.PutImage(p); err != nil {
 			return false, err
 		}
 	}
 	return all, nil
+}
+
+// known is what was pushed and prepared of an image, and who failed to prepare it
+// in this matrix.
+func (m *matrix) known(im engines.Image) results.Image {
+	p, _ := m.state.image(im.Name, im.Built.Digest.String())
+	if before, err := m.out.Image(im.Name); err == nil && !m.RetryFailed {
+		p.PrepareErr = before.PrepareErr
+	}
+	return p
 }
 
 // lacks reports whether an image has not been pushed, or has no floor.

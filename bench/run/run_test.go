@@ -343,6 +343,44 @@ type converter struct{ engines.Engine }
 
 func (converter) Name() string                        { return "converter" }
 func (converter) Converted(im engines.Image) []string { return []string{im.Ref + "-converted"} }
+func (converter) Foresee(layers int64) time.Duration  { return time.Duration(layers/1e6) * time.Second }
+
+// What peers have yet to prepare is foreseen: nothing of what they have, or have
+// failed to; of what was kept for another server, its push.
+func TestForeseesPreparation(t *testing.T) {
+	m := small(t)
+	m.state = state{dir: t.TempDir(), made: t.TempDir()}
+	m.engines, m.versions = append(m.engines, converter{}), map[string]string{"converter": "1"}
+	must := func(err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	want := func(when string, took time.Duration, left int) {
+		t.Helper()
+		gotTook, gotLeft := m.preparation()
+		if gotTook != took || gotLeft != left {
+			t.Errorf("%s: %v for %d images, want %v for %d", when, gotTook, gotLeft, took, left)
+		}
+	}
+	const each, push = 50 * time.Second, time.Second / 2
+	want("nothing is prepared", 3*each, 3)
+	kept1 := filepath.Join(m.state.of("redis:1"), "converter.json")
+	must(write(kept1, kept{Preparation: engines.Preparation{Version: "0"}}))
+	want("one was kept, by another version", 3*each, 3)
+	must(write(kept1, kept{Preparation: engines.Preparation{Version: "1"}}))
+	want("one was kept", 2*each+push, 3)
+	must(m.state.put(results.Image{Name: "redis:2", Prepared: map[string]engines.Preparation{"converter": {Version: "1"}}}))
+	want("and one is prepared", each+push, 2)
+	must(m.out.PutImage(results.Image{Name: "debian:1", PrepareErr: map[string]string{"converter": "it failed"}}))
+	want("and one cannot be", push, 1)
+	m.RetryFailed = true
+	want("but is tried again", each+push, 2)
+	if got := m.forecast(m.plan(), nil); !strings.HasSuffix(got, "and peers prepare 2: about 1m0s") {
+		t.Errorf("forecast: %s", got)
+	}
+}
 
 // What an engine has made of an image is pushed to the next registry as it is.
 func testKept(t *testing.T, ctx context.Context, s state, foil, dir string, image results.Image) {

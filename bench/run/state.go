@@ -151,17 +151,24 @@ func (s state) keep(ctx context.Context, at *site.Site, e engines.Converter, im 
 // restore pushes what an engine of this version has made of an image before, to a
 // registry that lacks it, and reports whether there was anything.
 func (s state) restore(ctx context.Context, at *site.Site, e engines.Converter, im engines.Image, version string) (p engines.Preparation, ok bool, err error) {
-	dir := filepath.Join(s.of(im.Name), e.Name())
-	var k kept
-	if !read(dir+".json", &k) || k.Digest != im.Built.Digest.String() || k.Version != version {
+	p, ok = s.kept(e, im, version)
+	if !ok {
 		return p, false, nil
 	}
+	dir := filepath.Join(s.of(im.Name), e.Name())
 	for i, ref := range e.Converted(im) {
 		if err := engines.Load(ctx, at, filepath.Join(dir, strconv.Itoa(i)), ref); err != nil {
 			return p, false, err
 		}
 	}
-	return k.Preparation, true, nil
+	return p, true, nil
+}
+
+// kept is what an engine of this version has made of an image before, if it has.
+func (s state) kept(e engines.Engine, im engines.Image, version string) (p engines.Preparation, ok bool) {
+	var k kept
+	ok = read(filepath.Join(s.of(im.Name), e.Name()+".json"), &k) && k.Digest == im.Built.Digest.String() && k.Version == version
+	return k.Preparation, ok
 }
 
 // read reads a file of JSON, if there is one.
