@@ -376,8 +376,8 @@ func (c *Client) do(ctx context.Context, q call) (*response, error) {
 		}
 		return nil, fmt.Errorf("%s %s: %w", strings.ToLower(q.method), u, err)
 	}
-	r := &response{client: c, link: l, url: u, body: resp.Body, cancel: cancel, ctx: ctx}
-	r.stall = time.AfterFunc(c.opts.StallTimeout, func() { cancel(errStall) })
+	r := &response{client: c, link: l, url: u, body: resp.Body, cancel: cancel, ctx: ctx, most: c.opts.StallTimeout}
+	r.stall = time.AfterFunc(r.most, func() { cancel(errStall) })
 	r.stall.Stop()
 	if resp.StatusCode/100 != 2 {
 		defer r.Close()
@@ -522,6 +522,7 @@ type response struct {
 	ctx    context.Context
 	cancel context.CancelCauseFunc
 	stall  *time.Timer
+	most   time.Duration // how long no byte may come
 	moved  *atomic.Int64 // bytes read are added to it, when not nil
 	once   sync.Once
 }
@@ -529,7 +530,7 @@ type response struct {
 func (r *response) Read(b []byte) (int, error) {
 	// The clock runs only while bytes are waited for: a slow disk here is no
 	// stall there.
-	r.stall.Reset(r.client.opts.StallTimeout)
+	r.stall.Reset(r.most)
 	n, err := r.body.Read(b)
 	r.stall.Stop()
 	if r.moved != nil {
@@ -537,7 +538,7 @@ func (r *response) Read(b []byte) (int, error) {
 	}
 	if err != nil && !errors.Is(err, io.EOF) {
 		if errors.Is(context.Cause(r.ctx), errStall) {
-			err = fmt.Errorf("%w: no byte for %v", errStall, r.client.opts.StallTimeout)
+			err = fmt.Errorf("%w: no byte for %v", errStall, r.most)
 		}
 		err = fmt.Errorf("read from %s: %w", r.url, err)
 	}

@@ -336,9 +336,10 @@ func unlikely(err error) bool {
 func (p *Pull) streams() error {
 	last := time.Now() // when something arrived
 	faults := 0        // streams that broke the protocol, in a row
+	stalls := 0        // streams that stalled: a server that needs longer is not to be asked the same for ever
 	for pause := time.Duration(0); ; {
 		before := p.arrivals()
-		err := p.stream()
+		err := p.stream(stalls)
 		if err == nil {
 			return nil
 		}
@@ -348,6 +349,9 @@ func (p *Pull) streams() error {
 		now := time.Now()
 		if p.arrivals() > before {
 			last, faults, pause = now, 0, 0
+		}
+		if errors.Is(err, errStall) {
+			stalls = min(stalls+1, 4)
 		}
 		if isFault(err) {
 			if faults++; faults >= p.opts.Attempts {

@@ -165,6 +165,27 @@ func TestResume(t *testing.T) {
 	}
 }
 
+// TestSlowServer has every stream bring nothing for longer than the client would
+// wait at first: asked the same again, it is given more time.
+func TestSlowServer(t *testing.T) {
+	m := newImage(t, "a", files(20)...)
+	with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
+		for range 20 {
+			s.scripts = append(s.scripts, script{early: func() { time.Sleep(300 * time.Millisecond) }})
+		}
+		c := s.client(t, ClientOptions{StallTimeout: 50 * time.Millisecond})
+		defer c.Close()
+		p := Start(t.Context(), w.options(c, 1))
+		if err := p.Wait(); err != nil {
+			t.Fatal(err)
+		}
+		w.check()
+		if n := p.Progress().Resumes; n == 0 || n > 5 {
+			t.Errorf("resumed %d times", n)
+		}
+	})
+}
+
 // TestNothingTwice checks that a resumed stream brings only what is missing.
 func TestNothingTwice(t *testing.T) {
 	m := newImage(t, "a", files(100)...)
@@ -240,7 +261,7 @@ func TestAnything(t *testing.T) {
 			}
 			return sc
 		}), 0, 5).Draw(t, "scripts")
-		c := s.client(t, ClientOptions{StallTimeout: 50 * time.Millisecond})
+		c := s.client(t, ClientOptions{StallTimeout: stallTimeout})
 		defer c.Close()
 		w := newWorker(t, s, tmp)
 		defer w.close()

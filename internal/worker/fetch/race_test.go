@@ -6,7 +6,12 @@ import (
 	"flag"
 	"os"
 	"testing"
+	"time"
 )
+
+// stallTimeout is what clients have for streams of a server that stalls: longer than it
+// needs for a frame.
+const stallTimeout = 250 * time.Millisecond
 
 // TestMain draws fewer examples under the race detector, which makes each of them
 // many times slower: what it looks for is in every one.

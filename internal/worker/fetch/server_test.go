@@ -164,7 +164,7 @@ type server struct {
 	pages      int // frames of startup sets, the same
 	promotions [][]uint32
 	sent       []segment.ID // of all streams
-	// encoded are frames by the IDs of their segments: on a loaded machine a stream
+	// encoded are frames by the IDs of their segments, or by their digest: on a loaded machine a stream
 	// would stall, over and over, while they are made.
 	encoded map[string][]byte
 	running map[string]*serving
@@ -366,7 +366,7 @@ func (s *server) startup(out *bundle.Writer, index int, m *image, req *bundle.Re
 		f := bundle.StartupFrame{First: uint32(len(set.Runs))}
 		var raw []byte
 		for _, r := range runs {
-			size := m.toc.Contents[r.Content].Size
+			size, content := m.toc.Contents[r.Content].Size, m.content(r.Content)
 			for i := r.First; i < r.End(); i++ {
 				p := page{r.Content, i}
 				if here[p] || late[p] {
@@ -380,7 +380,7 @@ func (s *server) startup(out *bundle.Writer, index int, m *image, req *bundle.Re
 					set.Runs = append(set.Runs, one)
 				}
 				off, n := one.Range(size)
-				raw = append(raw, m.content(r.Content)[off:off+n]...)
+				raw = append(raw, content[off:off+n]...)
 			}
 		}
 		if f.Count = uint32(len(set.Runs)) - f.First; f.Count == 0 {
@@ -397,10 +397,7 @@ func (s *server) startup(out *bundle.Writer, index int, m *image, req *bundle.Re
 			set.Digests = append(set.Digests, segment.Sum(raw[at:at+n]))
 			at += n
 		}
-		data, err := segment.AppendFrame(nil, segment.Zstd, raw)
-		if err != nil {
-			panic(err)
-		}
+		data := s.encode(segment.Sum(raw).String(), raw)
 		f.MaxLength = uint32(len(data))
 		set.Frames, frames = append(set.Frames, f), append(frames, data)
 	}
@@ -463,19 +460,7 @@ func (s *server) plan(images []*image, req *bundle.Request, leave map[segment.ID
 		for _, b := range bytes {
 			f.RawLength += uint32(len(b))
 		}
-		key := fmt.Sprint(ids)
-		s.mu.Lock()
-		encoded := s.encoded[key]
-		s.mu.Unlock()
-		if encoded == nil {
-			var err error
-			if encoded, err = segment.AppendFrame(nil, segment.Zstd, bytes...); err != nil {
-				panic(err)
-			}
-			s.mu.Lock()
-			s.encoded[key] = encoded
-			s.mu.Unlock()
-		}
+		encoded := s.encode(fmt.Sprint(ids), bytes...)
 		f.MaxLength = uint32(len(encoded))
 		p.Frames = append(p.Frames, f)
 		p.MaxBytes += bundle.SectionLength(len(encoded))
@@ -501,6 +486,19 @@ func (s *server) plan(images []*image, req *bundle.Request, leave map[segment.ID
 	}
 	flush()
 	return p, frames
+}
+
+// encode returns a frame, which is encoded once for its key.
+func (s *server) encode(key string, raw ...[]byte) []byte {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.encoded[key] == nil {
+		var err error
+		if s.encoded[key], err = segment.AppendFrame(nil, segment.Zstd, raw...); err != nil {
+			panic(err)
+		}
+	}
+	return s.encoded[key]
 }
 
 func (s *server) promote(w http.ResponseWriter, r *http.Request) {

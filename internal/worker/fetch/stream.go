@@ -52,8 +52,8 @@ const (
 )
 
 // stream sends a request and reads its answer to the end. It returns nil when
-// nothing is left to ask for.
-func (p *Pull) stream() (err error) {
+// nothing is left to ask for. For each of stalls it is twice as patient.
+func (p *Pull) stream(stalls int) (err error) {
 	ctx, cancel := context.WithCancelCause(p.ctx)
 	defer cancel(nil)
 	req := p.request()
@@ -63,6 +63,7 @@ func (p *Pull) stream() (err error) {
 	}
 	defer resp.Close()
 	resp.moved = &p.moved
+	resp.most = min(resp.most<<stalls, max(resp.most, p.opts.GiveUp/2))
 	s := &stream{p: p, cancel: cancel, frameOf: make(map[*arena.Arena][]uint32)}
 	err = s.read(ctx, resp, &req)
 	// What has been read may still be on its way to the arenas; the next
