@@ -459,35 +459,6 @@ func TestContainerdRunsAPrefixOfALazyImage(t *testing.T) {
 	}
 }
 
-// startCommand is start for a program that is not foil.
-func startCommand(t testing.TB, cmd *exec.Cmd) *process {
-	t.Helper()
-	p := &process{t: t, cmd: cmd, log: new(logBuffer), done: make(chan struct{})}
-	cmd.Stdout, cmd.Stderr = p.log, p.log
-	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
-	cmd.WaitDelay = time.Second
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
-	go func() {
-		p.err = cmd.Wait()
-		close(p.done)
-	}()
-	t.Cleanup(func() {
-		p.signal(syscall.SIGTERM)
-		select {
-		case <-p.done:
-		case <-time.After(time.Minute):
-			p.kill()
-			t.Errorf("%s did not end on SIGTERM", cmd.Path)
-		}
-		if t.Failed() {
-			t.Logf("log of %s:\n%s", cmd.Path, p.log)
-		}
-	})
-	return p
-}
-
 // plainRegistry is s as a registry that is no Hydrofoil server; it returns its
 // address.
 func plainRegistry(t testing.TB, s *server) string {

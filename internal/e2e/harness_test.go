@@ -16,6 +16,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"sync"
 	"syscall"
@@ -65,7 +66,7 @@ func testMain(m *testing.M) int {
 	return m.Run()
 }
 
-// process is one foil process of a test.
+// process is one process of a test.
 type process struct {
 	t    testing.TB
 	cmd  *exec.Cmd
@@ -99,17 +100,31 @@ func start(t testing.TB, args ...string) *process {
 
 func startProgram(t testing.TB, program string, args ...string) *process {
 	t.Helper()
-	p := &process{t: t, cmd: exec.Command(program, args...), log: new(logBuffer), done: make(chan struct{})}
-	p.cmd.Stdout, p.cmd.Stderr = p.log, p.log
-	p.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
-	p.cmd.WaitDelay = time.Second
-	if err := p.cmd.Start(); err != nil {
+	return startCommand(t, exec.Command(program, args...))
+}
+
+func startCommand(t testing.TB, cmd *exec.Cmd) *process {
+	t.Helper()
+	p := &process{t: t, cmd: cmd, log: new(logBuffer), done: make(chan struct{})}
+	cmd.Stdout, cmd.Stderr = p.log, p.log
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	cmd.WaitDelay = time.Second
+	started := make(chan error)
+	go func() {
+		// The signal comes when the thread ends that began the process, so that
+		// thread stays: one that mounts something may be ended by Go's runtime.
+		runtime.LockOSThread()
+		defer runtime.UnlockOSThread()
+		err := cmd.Start()
+		started <- err
+		if err == nil {
+			p.err = cmd.Wait()
+			close(p.done)
+		}
+	}()
+	if err := <-started; err != nil {
 		t.Fatal(err)
 	}
-	go func() {
-		p.err = p.cmd.Wait()
-		close(p.done)
-	}()
 	t.Cleanup(func() {
 		p.signal(syscall.SIGTERM)
 		select {
@@ -121,10 +136,10 @@ func startProgram(t testing.TB, program string, args ...string) *process {
 			case <-time.After(10 * time.Second):
 				p.kill()
 			}
-			t.Errorf("foil %s did not end on SIGTERM", strings.Join(args, " "))
+			t.Errorf("%s did not end on SIGTERM", strings.Join(cmd.Args, " "))
 		}
 		if t.Failed() {
-			t.Logf("log of foil %s:\n%s", strings.Join(args, " "), p.log)
+			t.Logf("log of %s:\n%s", strings.Join(cmd.Args, " "), p.log)
 		}
 	})
 	return p
