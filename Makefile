@@ -21,6 +21,8 @@ LINT := $(CACHE)/bin/golangci-lint
 # have neither, or older ones.
 export FOIL_TEST_CONTAINERD1 ?= $(CACHE)/containerd1
 export FOIL_TEST_CONTAINERD2 ?= $(CACHE)/containerd2
+# runc as pods in user namespaces need it.
+export FOIL_TEST_RUNC ?= $(CACHE)/runc
 
 .PHONY: build test lint vet unit race demo bench bench-server bench-go fuzz deps tidy clean
 
@@ -55,7 +57,11 @@ $(CACHE)/containerd%/containerd: tools/containerd%/go.mod tools/containerd%/go.s
 	cd tools/containerd$* && CGO_ENABLED=0 $(GO) build -trimpath -ldflags '-s -w' -o $(@D)/ \
 		$$($(GO) list -f '{{if eq .Name "main"}}{{.ImportPath}}{{end}}' tool)
 
-unit: $(CACHE)/containerd1/containerd $(CACHE)/containerd2/containerd
+# runc enters namespaces in C; without libseccomp, whose headers nothing else needs.
+$(CACHE)/runc/runc: tools/runc/go.mod tools/runc/go.sum
+	cd tools/runc && CGO_ENABLED=1 $(GO) build -trimpath -ldflags '-s -w' -o $(@D)/ github.com/opencontainers/runc
+
+unit: $(CACHE)/containerd1/containerd $(CACHE)/containerd2/containerd $(CACHE)/runc/runc
 	cd bench && $(GO) run ./cmd/gotest -C .. $(TESTFLAGS) -- . bench
 
 demo: build

@@ -55,6 +55,37 @@ var (
 	}
 )
 
+// crossEnv, if it is set, has the tests that use ctr run under both containerds
+// and on both gates, not only where each is sure to add something.
+const crossEnv = "FOIL_TEST_CROSS"
+
+// host is a containerd, and the gate of its worker; an empty one is the best that
+// this machine has.
+type host struct {
+	containerdVersion
+	gate string
+}
+
+// onHosts runs a test on the hosts, or on all that there are.
+func onHosts(t *testing.T, hosts []host, test func(*testing.T, containerdVersion)) {
+	if os.Getenv(crossEnv) != "" {
+		hosts = nil
+		for _, v := range []containerdVersion{containerd2, containerd1} {
+			for _, gate := range []string{kernel.GateFanotify, kernel.GateFUSE} {
+				hosts = append(hosts, host{v, gate})
+			}
+		}
+	}
+	for _, h := range hosts {
+		t.Run(strings.TrimSpace(h.name+" "+h.gate), func(t *testing.T) {
+			if os.Getenv(gateEnv) == "" {
+				t.Setenv(gateEnv, h.gate)
+			}
+			test(t, h.containerdVersion)
+		})
+	}
+}
+
 // dir is where the programs are: those of the variable, or what is installed if
 // that is of the same number before the dot.
 func (v containerdVersion) dir() string {
@@ -310,7 +341,13 @@ func needBusybox(t testing.TB) {
 	}
 }
 
+// An image's whole life: pulled, run, updated, removed, with a restart of the
+// daemon in between.
 func TestContainerdRunsAnImageThatIsOnItsWay(t *testing.T) {
+	onHosts(t, []host{{containerd2, ""}, {containerd1, kernel.GateFanotify}, {containerd1, kernel.GateFUSE}}, testContainerdRunsAnImageThatIsOnItsWay)
+}
+
+func testContainerdRunsAnImageThatIsOnItsWay(t *testing.T, v containerdVersion) {
 	needBusybox(t)
 	s := startServer(t, t.TempDir())
 	img := runnable(t, 200, 30_000)
@@ -318,11 +355,11 @@ func TestContainerdRunsAnImageThatIsOnItsWay(t *testing.T) {
 	slow.stallAfter(2 << 20)
 	ref := slow.via(s.push("app", "1", img))
 	w := startWorker(t, workerRoot(t))
-	c := startContainerd(t, containerd2, w)
+	c := startContainerd(t, v, w)
 
 	c.pull(t, ref)
 	if images, err := w.client.Images(t.Context()); err != nil || len(images) != 1 || images[0].State != "pulling" {
-		t.Fatalf("when ctr images pull has ended, the worker has %+v, %v; want one image that is being pulled", images, err)
+		t.Fatalf("when the pull has ended, the worker has %+v, %v; want one image that is being pulled", images, err)
 	}
 	for _, l := range img.layers {
 		if out := c.ctr(t, "content", "ls", "-q"); strings.Contains(out, l.Descriptor().Digest.String()) {
@@ -358,6 +395,19 @@ func TestContainerdRunsAnImageThatIsOnItsWay(t *testing.T) {
 		t.Errorf("a container of the new daemon read\n%s", got)
 	}
 
+	// An update moves what changed.
+	updated := newImage(t, ocispec.ImageConfig{Cmd: []string{"/bin/sh"}}, img.layers[0],
+		layertest.Layer{layertest.File("version", 0o644, "2"), layertest.File("data/new", 0o644, noise(100_000))}.Gzip(t))
+	ref2 := slow.via(s.push("app", "2", updated))
+	before := slow.bytesMoved()
+	c.pull(t, ref2)
+	if got, want := c.run(t, ref2, "three", dataSums), wantData(t, updated); got != want {
+		t.Errorf("a container of the updated image read\n%s\nwant\n%s", got, want)
+	}
+	if moved := slow.bytesMoved() - before; moved > 500_000 {
+		t.Errorf("an update with a new file of 100 kB moved %d bytes", moved)
+	}
+
 	// statfs tells of the filesystem that holds what the container writes.
 	var on syscall.Statfs_t
 	if err := syscall.Statfs(w2.root, &on); err != nil {
@@ -370,8 +420,10 @@ func TestContainerdRunsAnImageThatIsOnItsWay(t *testing.T) {
 	// The disk: what is used is counted, and freed with the image.
 	usage := c.ctr(t, "snapshots", "--snapshotter", "hydrofoil", "usage", "-b", names[0], names[1])
 	t.Logf("usage:\n%s", usage)
-	if _, _, code := command(t, "rm", "--root", w2.root, w2.imageRefs()[0]); code == 0 {
-		t.Error("foil rm removed an image that containerd uses")
+	for _, name := range w2.imageRefs() {
+		if _, _, code := command(t, "rm", "--root", w2.root, name); code == 0 {
+			t.Errorf("foil rm removed the image %s, which containerd uses", name)
+		}
 	}
 	c.ctr(t, "task", "kill", "--signal", "SIGKILL", "long")
 	eventually(t, "the container is gone", func() error {
@@ -381,13 +433,21 @@ func TestContainerdRunsAnImageThatIsOnItsWay(t *testing.T) {
 		_, err := c.tryCtr("containers", "rm", "long")
 		return err
 	})
-	c.ctr(t, "images", "rm", "--sync", ref)
-	if refs := w2.imageRefs(); len(refs) > 0 {
-		t.Errorf("after ctr images rm the worker has %q", refs)
+	for _, ref := range []string{ref, ref2} {
+		if err := c.tryRemove(ref); err != nil {
+			t.Error(err)
+		}
 	}
+	// CRI does not wait for containerd's collector of garbage.
+	eventually(t, "the images are gone from the worker", func() error {
+		if refs := w2.imageRefs(); len(refs) > 0 {
+			return fmt.Errorf("it has %q", refs)
+		}
+		return nil
+	})
 	left, err := filepath.Glob(filepath.Join(w.root, "rootfs", "*"))
 	if err != nil || len(left) > 0 {
-		t.Errorf("left after ctr images rm: %q, %v", left, err)
+		t.Errorf("left after the images were removed: %q, %v", left, err)
 	}
 }
 
@@ -404,12 +464,16 @@ func (w *worker) imageRefs() (refs []string) {
 }
 
 func TestContainerdUnpacksWhatIsNoBundle(t *testing.T) {
+	onHosts(t, []host{{containerd2, ""}}, testContainerdUnpacksWhatIsNoBundle)
+}
+
+func testContainerdUnpacksWhatIsNoBundle(t *testing.T, v containerdVersion) {
 	needBusybox(t)
 	s := startServer(t, t.TempDir())
 	img := runnable(t, 20, 5_000)
 	ref := s.push("app", "1", img)
 	w := startWorker(t, workerRoot(t))
-	c := startContainerd(t, containerd2, w)
+	c := startContainerd(t, v, w)
 	ref = plainRegistry(t, s) + ref[strings.IndexByte(ref, '/'):]
 	c.pull(t, ref)
 	if got, want := c.run(t, ref, "one", dataSums), wantData(t, img); got != want {
@@ -429,6 +493,10 @@ func TestContainerdUnpacksWhatIsNoBundle(t *testing.T) {
 // An image whose layers are the lower ones of another that came lazily: its
 // layers are never asked for, so the container's snapshot has to bring them.
 func TestContainerdRunsAPrefixOfALazyImage(t *testing.T) {
+	onHosts(t, []host{{containerd2, ""}}, testContainerdRunsAPrefixOfALazyImage)
+}
+
+func testContainerdRunsAPrefixOfALazyImage(t *testing.T, v containerdVersion) {
 	needBusybox(t)
 	s := startServer(t, t.TempDir())
 	whole := runnable(t, 20, 5_000)
@@ -440,7 +508,7 @@ func TestContainerdRunsAPrefixOfALazyImage(t *testing.T) {
 	refOther := s.push("app", "other", other)
 	refOther = plainRegistry(t, s) + refOther[strings.IndexByte(refOther, '/'):]
 	w := startWorker(t, workerRoot(t))
-	c := startContainerd(t, containerd2, w)
+	c := startContainerd(t, v, w)
 	c.pull(t, refUpper)
 	c.pull(t, refWhole)
 	if got, want := c.run(t, refWhole, "whole", dataSums), wantData(t, whole); got != want {

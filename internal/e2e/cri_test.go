@@ -24,13 +24,7 @@ func TestCRI(t *testing.T) {
 			needBusybox(t)
 			s := startServer(t, t.TempDir())
 			img := runnable(t, 200, 30_000)
-			// The pod's own process, which only waits.
-			b, err := os.ReadFile(busybox)
-			if err != nil {
-				t.Fatal(err)
-			}
-			pause := s.push("pause", "1", newImage(t, ocispec.ImageConfig{Entrypoint: []string{"/sleep", "100000"}},
-				layertest.Layer{layertest.File("sleep", 0o755, string(b))}.Gzip(t)))
+			pause := s.push("pause", "1", pauseImage(t))
 			slow := newLink(t, s.addr, 0)
 			slow.stallAfter(2 << 20)
 			ref := slow.via(s.push("app", "1", img))
@@ -41,7 +35,7 @@ func TestCRI(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			defer conn.Close()
+			t.Cleanup(func() { conn.Close() })
 			images, runtime := cri.NewImageServiceClient(conn), cri.NewRuntimeServiceClient(conn)
 			ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 			defer cancel()
@@ -53,42 +47,8 @@ func TestCRI(t *testing.T) {
 				t.Fatalf("when PullImage has ended, the worker has %+v, want it on its way", got)
 			}
 			slow.open()
-			host := &cri.NamespaceOption{Network: cri.NamespaceMode_NODE}
-			pod := &cri.PodSandboxConfig{
-				Metadata:     &cri.PodSandboxMetadata{Name: "pod", Namespace: "default", Uid: "1"},
-				LogDirectory: filepath.Join(c.dir, "logs"),
-				Linux:        &cri.LinuxPodSandboxConfig{SecurityContext: &cri.LinuxSandboxSecurityContext{NamespaceOptions: host}},
-			}
-			sandbox, err := runtime.RunPodSandbox(ctx, &cri.RunPodSandboxRequest{Config: pod})
-			if err != nil {
-				t.Fatal(err)
-			}
-			defer func() {
-				if _, err := runtime.StopPodSandbox(ctx, &cri.StopPodSandboxRequest{PodSandboxId: sandbox.PodSandboxId}); err != nil {
-					t.Error(err)
-				}
-				if _, err := runtime.RemovePodSandbox(ctx, &cri.RemovePodSandboxRequest{PodSandboxId: sandbox.PodSandboxId}); err != nil {
-					t.Error(err)
-				}
-			}()
-			made, err := runtime.CreateContainer(ctx, &cri.CreateContainerRequest{
-				PodSandboxId: sandbox.PodSandboxId,
-				Config: &cri.ContainerConfig{
-					Metadata: &cri.ContainerMetadata{Name: "app"},
-					Image:    &cri.ImageSpec{Image: ref},
-					Command:  []string{"/bin/sleep", "100000"},
-					LogPath:  "app.log",
-					Linux:    &cri.LinuxContainerConfig{SecurityContext: &cri.LinuxContainerSecurityContext{NamespaceOptions: host}},
-				},
-				SandboxConfig: pod,
-			})
-			if err != nil {
-				t.Fatal(err)
-			}
-			if _, err := runtime.StartContainer(ctx, &cri.StartContainerRequest{ContainerId: made.ContainerId}); err != nil {
-				t.Fatal(err)
-			}
-			out, err := runtime.ExecSync(ctx, &cri.ExecSyncRequest{ContainerId: made.ContainerId, Cmd: []string{"/bin/sh", "-c", dataSums}})
+			id := startPod(t, c, runtime, ref, &cri.NamespaceOption{Network: cri.NamespaceMode_NODE})
+			out, err := runtime.ExecSync(ctx, &cri.ExecSyncRequest{ContainerId: id, Cmd: []string{"/bin/sh", "-c", dataSums}})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -106,4 +66,60 @@ func TestCRI(t *testing.T) {
 			}
 		})
 	}
+}
+
+// pauseImage is an image of the process that every pod has, which only waits.
+func pauseImage(t testing.TB) image {
+	t.Helper()
+	b, err := os.ReadFile(busybox)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return newImage(t, ocispec.ImageConfig{Entrypoint: []string{"/sleep", "100000"}},
+		layertest.Layer{layertest.File("sleep", 0o755, string(b))}.Gzip(t))
+}
+
+// startPod starts a pod with one container of an image, which waits, and returns
+// the container's ID. The pod goes with the test.
+func startPod(t testing.TB, c *containerd, runtime cri.RuntimeServiceClient, ref string, namespaces *cri.NamespaceOption) (id string) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	pod := &cri.PodSandboxConfig{
+		Metadata:     &cri.PodSandboxMetadata{Name: "pod", Namespace: "default", Uid: "1"},
+		LogDirectory: filepath.Join(c.dir, "logs"),
+		Linux:        &cri.LinuxPodSandboxConfig{SecurityContext: &cri.LinuxSandboxSecurityContext{NamespaceOptions: namespaces}},
+	}
+	sandbox, err := runtime.RunPodSandbox(ctx, &cri.RunPodSandboxRequest{Config: pod})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+		defer cancel()
+		if _, err := runtime.StopPodSandbox(ctx, &cri.StopPodSandboxRequest{PodSandboxId: sandbox.PodSandboxId}); err != nil {
+			t.Error(err)
+		}
+		if _, err := runtime.RemovePodSandbox(ctx, &cri.RemovePodSandboxRequest{PodSandboxId: sandbox.PodSandboxId}); err != nil {
+			t.Error(err)
+		}
+	})
+	made, err := runtime.CreateContainer(ctx, &cri.CreateContainerRequest{
+		PodSandboxId: sandbox.PodSandboxId,
+		Config: &cri.ContainerConfig{
+			Metadata: &cri.ContainerMetadata{Name: "app"},
+			Image:    &cri.ImageSpec{Image: ref},
+			Command:  []string{"/bin/sleep", "100000"},
+			LogPath:  "app.log",
+			Linux:    &cri.LinuxContainerConfig{SecurityContext: &cri.LinuxContainerSecurityContext{NamespaceOptions: namespaces}},
+		},
+		SandboxConfig: pod,
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := runtime.StartContainer(ctx, &cri.StartContainerRequest{ContainerId: made.ContainerId}); err != nil {
+		t.Fatal(err)
+	}
+	return made.ContainerId
 }

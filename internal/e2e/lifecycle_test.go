@@ -71,17 +71,10 @@ func rebooted(t testing.TB, dirs ...string) {
 // containerd are killed; another image is removed, of which it uses contents;
 // the host reboots with no network.
 func TestContainerdThroughKillsAndAReboot(t *testing.T) {
-	for _, gate := range []string{kernel.GateFanotify, kernel.GateFUSE} {
-		t.Run(gate, func(t *testing.T) {
-			if os.Getenv(gateEnv) == "" {
-				t.Setenv(gateEnv, gate)
-			}
-			testContainerdThroughKillsAndAReboot(t)
-		})
-	}
+	onHosts(t, []host{{containerd2, kernel.GateFanotify}, {containerd2, kernel.GateFUSE}}, testContainerdThroughKillsAndAReboot)
 }
 
-func testContainerdThroughKillsAndAReboot(t *testing.T) {
+func testContainerdThroughKillsAndAReboot(t *testing.T, v containerdVersion) {
 	needBusybox(t)
 	s := startServer(t, t.TempDir())
 	img := runnable(t, 200, 30_000)
@@ -90,7 +83,7 @@ func testContainerdThroughKillsAndAReboot(t *testing.T) {
 	ref := k.via(s.push("app", "1", img))
 	root := workerRoot(t)
 	w := startWorker(t, root)
-	c := startContainerd(t, containerd2, w)
+	c := startContainerd(t, v, w)
 	want, long := wantData(t, img), unique(t)
 	t.Cleanup(func() { _, _ = c.tryCtr("task", "rm", "--force", long) })
 
@@ -176,6 +169,10 @@ func testContainerdThroughKillsAndAReboot(t *testing.T) {
 // A disk that is too small for an image: the lazy path and the plain one fail and
 // say so, and the container that runs does not notice.
 func TestContainerdDiskFull(t *testing.T) {
+	onHosts(t, []host{{containerd2, ""}}, testContainerdDiskFull)
+}
+
+func testContainerdDiskFull(t *testing.T, v containerdVersion) {
 	needBusybox(t)
 	s := startServer(t, t.TempDir())
 	img := runnable(t, 20, 30_000)
@@ -188,14 +185,14 @@ func TestContainerdDiskFull(t *testing.T) {
 	root := filepath.Join(smallDisk(t, 48), "foil")
 	w := startWorker(t, root)
 	t.Cleanup(func() { endKeeper(t, root) })
-	c := startContainerd(t, containerd2, w)
+	c := startContainerd(t, v, w)
 	c.pull(t, ref)
 	c.ctr(t, "run", "--detach", "--snapshotter", "hydrofoil", ref, long, "/bin/sh", "-c", "sleep 1000")
 	t.Cleanup(func() {
 		_, _ = c.tryCtr("task", "rm", "--force", long)
 		_, _ = c.tryCtr("containers", "rm", long)
 	})
-	_, err = c.tryCtr("images", "pull", "--plain-http", "--snapshotter", "hydrofoil", refLarge)
+	err = c.tryPull(refLarge)
 	if err == nil || !strings.Contains(err.Error(), "no space left on device") {
 		t.Errorf("pull of an image that does not fit: %v", err)
 	}

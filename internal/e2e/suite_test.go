@@ -35,7 +35,9 @@ func TestSnapshotterSuite(t *testing.T) {
 				if st, err := w.client.Status(ctx); err != nil || st.Gate != gate {
 					t.Errorf("the daemon has %+v, %v, want the gate %s", st, err, gate)
 				}
-				conn, err := grpc.NewClient("unix:"+snapshotter.SocketPath(root), grpc.WithTransportCredentials(insecure.NewCredentials()))
+				// This socket may come after the one by which commands talk to the daemon.
+				conn, err := grpc.NewClient("unix:"+snapshotter.SocketPath(root),
+					grpc.WithTransportCredentials(insecure.NewCredentials()), grpc.WithDefaultCallOptions(grpc.WaitForReady(true)))
 				if err != nil {
 					return nil, nil, err
 				}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -19,6 +20,7 @@ import (
 
 	"hydrofoil.dev/foil/internal/kernel"
 	"hydrofoil.dev/foil/internal/server/layer/layertest"
+	"hydrofoil.dev/foil/internal/worker/snapshotter"
 )
 
 // shifted is where the user namespaces of these tests begin on the host.
@@ -57,6 +59,15 @@ func runMapped(t *testing.T, c *containerd, w *worker, ref, id, data string, fla
 	if diff := cmp.Diff(ownersSeen+data, c.ctr(t, args...)); diff != "" {
 		t.Errorf("container %s in a user namespace (-want +got):\n%s", id, diff)
 	}
+	owners = ownersOf(t, w, id)
+	c.ctr(t, "containers", "rm", id)
+	return owners
+}
+
+// ownersOf returns the owners on the host of what ownersScript wrote, with this ID
+// in its environment.
+func ownersOf(t *testing.T, w *worker, id string) (owners []string) {
+	t.Helper()
 	// Snapshots of containers before may be there still.
 	written, err := filepath.Glob(filepath.Join(w.root, "snapshotter", "snapshots", "*", "fs", "owned", "new"))
 	written = slices.DeleteFunc(written, func(path string) bool {
@@ -73,7 +84,6 @@ func runMapped(t *testing.T, c *containerd, w *worker, ref, id, data string, fla
 		}
 		owners = append(owners, fmt.Sprint(name, " ", st.Uid, " ", st.Gid))
 	}
-	c.ctr(t, "containers", "rm", id)
 	return owners
 }
 
@@ -163,5 +173,76 @@ func TestContainerdChangesOwners(t *testing.T) {
 	}
 	if diff := cmp.Diff(ownersShifted, runMapped(t, c, w, ref, "labels", wantData(t, img), "--remap-labels")); diff != "" {
 		t.Errorf("owners on the host:\n%s", diff)
+	}
+}
+
+// A pod with hostUsers: false, of an image that is on its way.
+func TestCRIMapsIDs(t *testing.T) {
+	for _, gate := range []string{kernel.GateFanotify, kernel.GateFUSE} {
+		t.Run(gate, func(t *testing.T) {
+			if os.Getenv(gateEnv) == "" {
+				t.Setenv(gateEnv, gate)
+			}
+			testCRIMapsIDs(t)
+		})
+	}
+}
+
+func testCRIMapsIDs(t *testing.T) {
+	needBusybox(t)
+	if dir := os.Getenv("FOIL_TEST_RUNC"); dir != "" {
+		t.Setenv("PATH", dir+":"+os.Getenv("PATH"))
+	}
+	out, err := exec.Command("runc", "--version").Output()
+	var major, minor int
+	if _, scanErr := fmt.Sscanf(string(out), "runc version %d.%d", &major, &minor); err != nil || scanErr != nil || major == 1 && minor < 2 {
+		t.Skipf("skip: such pods take runc 1.2 or later, and FOIL_TEST_RUNC names no directory with it; here is %q", strings.SplitN(string(out), "\n", 2)[0])
+	}
+	s := startServer(t, t.TempDir())
+	img := owned(t)
+	slow := newLink(t, s.addr, 0)
+	slow.stallAfter(2 << 20)
+	ref := slow.via(s.push("app", "1", img))
+	w := startWorker(t, workerRoot(t))
+	c := startContainerdCRI(t, containerd2, w, s.push("pause", "1", pauseImage(t)))
+	conn, err := grpc.NewClient("unix:"+c.socket(), grpc.WithTransportCredentials(insecure.NewCredentials()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { conn.Close() })
+	c.pull(t, ref)
+	if got := w.imageOf(w.imageRefs()[0]); got.State != "pulling" {
+		t.Fatalf("when the pull has ended, the worker has %+v, want it on its way", got)
+	}
+	slow.open()
+	runtime := cri.NewRuntimeServiceClient(conn)
+	ids := []*cri.IDMapping{{HostId: shifted, ContainerId: 0, Length: 65536}}
+	id := startPod(t, c, runtime, ref, &cri.NamespaceOption{
+		Network:       cri.NamespaceMode_NODE,
+		UsernsOptions: &cri.UserNamespace{Mode: cri.NamespaceMode_POD, Uids: ids, Gids: ids},
+	})
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	mapped, err := runtime.ExecSync(ctx, &cri.ExecSyncRequest{ContainerId: id, Cmd: []string{"/bin/cat", "/proc/self/uid_map"}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if diff := cmp.Diff([]string{"0", fmt.Sprint(shifted), "65536"}, strings.Fields(string(mapped.Stdout))); diff != "" {
+		t.Errorf("user IDs of the pod:\n%s%s", diff, mapped.Stderr)
+	}
+	got, err := runtime.ExecSync(ctx, &cri.ExecSyncRequest{ContainerId: id, Cmd: []string{"/bin/sh", "-c", "ID=pod; " + ownersScript}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if diff := cmp.Diff(ownersSeen+wantData(t, img), string(got.Stdout)); diff != "" {
+		t.Errorf("a pod in a user namespace (-want +got):\n%s%s", diff, got.Stderr)
+	}
+	if diff := cmp.Diff(ownersShifted, ownersOf(t, w, "pod")); diff != "" {
+		t.Errorf("owners on the host:\n%s", diff)
+	}
+	for _, n := range c.names(t) {
+		if l := c.info(t, n).Labels; l[snapshotter.LabelPath] != snapshotter.PathLazy {
+			t.Errorf("labels of snapshot %s: %q; a copy with other owners has none", n, l)
+		}
 	}
 }
