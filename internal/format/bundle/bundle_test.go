@@ -401,12 +401,15 @@ func TestDecodeRequest(t *testing.T) {
 	if d := cmp.Diff(good, got); d != "" {
 		t.Error(d)
 	}
+	newer := append(bytes.TrimSuffix(mustJSON(good), []byte("}")), `,"of a newer worker":{"versions":[7]}}`...)
+	if got, err := bundle.DecodeRequest(newer); err != nil || !cmp.Equal(good, got) {
+		t.Errorf("a request with a field that nobody knows yet: %+v, %v", got, err)
+	}
 	for name, body := range map[string]string{
 		"empty":         ``,
 		"no images":     `{"versions":[1]}`,
 		"no version":    `{"images":[{"repository":"a","reference":"b"}]}`,
 		"newer version": `{"versions":[2],"images":[{"repository":"a","reference":"b"}]}`,
-		"unknown field": `{"versions":[1],"images":[{"repository":"a","reference":"b"}],"x":1}`,
 		"no repository": `{"versions":[1],"images":[{"reference":"b"}]}`,
 		"bad digest":    `{"versions":[1],"images":[{"repository":"a","reference":"b"}],"have":[{"chain_id":"x","toc":"y"}]}`,
 		"two":           `{"versions":[1],"images":[{"repository":"a","reference":"b"}]}{}`,

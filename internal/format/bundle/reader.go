@@ -411,12 +411,12 @@ func (r *Reader) frame(length int) (*Frame, error) {
 	return f, nil
 }
 
-// DecodeRequest reads the JSON of a Request strictly and checks it as far as
-// that needs no catalog.
+// DecodeRequest reads the JSON of a Request and checks it as far as that needs
+// no catalog. Fields that it does not know it leaves out, so that workers can be
+// newer than their server.
 func DecodeRequest(b []byte) (*Request, error) {
 	var req Request
 	d := json.NewDecoder(bytes.NewReader(b))
-	d.DisallowUnknownFields()
 	if err := d.Decode(&req); err != nil {
 		return nil, fmt.Errorf("bundle request: %w", err)
 	}

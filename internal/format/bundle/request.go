@@ -34,7 +34,9 @@ type Warm struct {
 	Bytes int64 `json:"bytes"` // 0 to MaxWarm
 }
 
-// Request asks for images in one stream. It is JSON on the wire.
+// Request asks for images in one stream. It is JSON on the wire. A server
+// ignores fields that it does not know: a field that must not be ignored comes
+// with a new version of the stream.
 type Request struct {
 	// Versions of the bundle stream that the worker reads; the server picks
 	// one and says so in the stream's Hello section.
