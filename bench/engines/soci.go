@@ -89,9 +89,11 @@ func (*SOCI) Worker(s *site.Site, p Programs, dir string) Worker {
 type sociWorker struct{ proxied }
 
 func (w *sociWorker) Start(ctx context.Context) error {
-	// The registry speaks HTTP without TLS, and lists of what to prefetch are
-	// heeded, which is off by default; all else is as it comes.
-	config := fmt.Sprintf("[prefetch]\nenable = true\n[resolver.host.%q]\n[[resolver.host.%q.mirrors]]\nhost = %q\ninsecure = true\n", RegistryAddr, RegistryAddr, "http://"+RegistryAddr)
+	// The registry speaks HTTP without TLS, containerd is not where it would be by
+	// default, and lists of what to prefetch are heeded, which is off by default; all
+	// else is as it comes.
+	config := fmt.Sprintf("[content_store]\ncontainerd_address = %q\n", w.containerdWorker.socket()) +
+		fmt.Sprintf("[prefetch]\nenable = true\n[resolver.host.%q]\n[[resolver.host.%q.mirrors]]\nhost = %q\ninsecure = true\n", RegistryAddr, RegistryAddr, "http://"+RegistryAddr)
 	return w.launch(ctx, "soci-snapshotter-grpc", config, "--address", w.proxy, "--root", filepath.Join(w.root, "root"))
 }
 
