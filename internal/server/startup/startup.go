@@ -116,12 +116,13 @@ type Options struct {
 // Sets keep the startup sets of all images. Close ends what they do in the
 // background.
 type Sets struct {
-	o      Options
-	stores *cache.Cache[*Store] // by key of the object
-	ctx    context.Context      // ends with Close
-	cancel context.CancelFunc
-	work   sync.WaitGroup
-	slot   chan struct{} // taken by a build: one at a time
+	o       Options
+	stores  *cache.Cache[*Store]    // by key of the object
+	aligned *cache.Cache[alignment] // by the IDs of the contents
+	ctx     context.Context         // ends with Close
+	cancel  context.CancelFunc
+	work    sync.WaitGroup
+	slot    chan struct{} // taken by a build: one at a time
 
 	mu     sync.Mutex
 	closed bool           // guarded by mu
@@ -155,7 +156,7 @@ func New(o Options) *Sets {
 	if o.Log == nil {
 		o.Log = slog.Default()
 	}
-	s := &Sets{o: o, stores: cache.New(o.Memory, (*Store).memory), builds: map[Image]*job{}, slot: make(chan struct{}, 1)}
+	s := &Sets{o: o, stores: cache.New(o.Memory, (*Store).memory), aligned: cache.New(alignMemory, alignment.memory), builds: map[Image]*job{}, slot: make(chan struct{}, 1)}
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	s.work.Go(func() {
 		stale, err := o.Catalog.StaleImages(s.ctx, staleAtStart)
@@ -372,7 +373,7 @@ func (s *Sets) rebuild(ctx context.Context, m Image) error {
 	if err != nil {
 		return err
 	}
-	services, err := s.services(ctx, m, t)
+	services, err := s.services(ctx, m, &planner.Contents{TOC: t, Index: x, Objects: s.o.Objects})
 	if err != nil {
 		return err
 	}
@@ -468,12 +469,13 @@ func (s *Sets) open(ctx context.Context, row catalog.StartupImage, table *toc.TO
 
 // services returns the services of an image with their sets: first those that it
 // has traces of, the latest first, then those that it inherits.
-func (s *Sets) services(ctx context.Context, m Image, t *toc.TOC) ([]planned, error) {
+func (s *Sets) services(ctx context.Context, m Image, contents *planner.Contents) ([]planned, error) {
+	t := contents.TOC
 	own, err := s.evidence(ctx, m)
 	if err != nil {
 		return nil, err
 	}
-	inherited, err := s.inherit(ctx, m, t, own)
+	inherited, err := s.inherit(ctx, m, contents, own)
 	if err != nil {
 		return nil, err
 	}
@@ -579,7 +581,7 @@ func (s *Sets) evidence(ctx context.Context, m Image) ([]*service, error) {
 // not, with the sets they have there, and gives those of own that nobody recorded
 // theirs. Only traces are inherited from, so that what was inherited is not
 // inherited again.
-func (s *Sets) inherit(ctx context.Context, m Image, t *toc.TOC, own []*service) ([]*service, error) {
+func (s *Sets) inherit(ctx context.Context, m Image, contents *planner.Contents, own []*service) ([]*service, error) {
 	known := map[string]*service{}
 	for _, v := range own {
 		known[trace.Service(v.args)] = v
@@ -620,15 +622,18 @@ func (s *Sets) inherit(ctx context.Context, m Image, t *toc.TOC, own []*service)
 					s.o.Log.Warn("startup sets: nothing is inherited from a version", "repository", m.Repository, "chain_id", before.ChainID, "error", err)
 					break
 				}
-				h = newHeir(from, t)
+				h = newHeir(&planner.Contents{TOC: from, Index: x, Objects: s.o.Objects}, contents, s.aligned, s.o.Log)
 			}
-			set, late := v.choose(h.from)
-			carried := h.carry(set, late)
+			chosen, besides := v.choose(h.from.TOC)
+			set, late, err := h.carry(ctx, chosen, besides)
+			if err != nil {
+				return nil, err
+			}
 			if mine == nil {
 				mine = &service{args: v.args}
 				out = append(out, mine)
 			}
-			mine.inherited, mine.late = carried[0], carried[1]
+			mine.inherited, mine.late = set, late
 		}
 	}
 	return out, nil
