@@ -32,6 +32,7 @@ type Options struct {
 	Service  string
 	Services [][]string
 	Workers  int // that learn, one after the other; 0: none
+	Updates  bool
 	Memory   bool
 	RTT      time.Duration
 	Rate     int64  // bits a second
@@ -48,6 +49,7 @@ type Result struct {
 	Sizes    []Size        `json:"sizes"`
 	Services []Start       `json:"services"`
 	Learning []Start       `json:"learning"`
+	Updates  []Start       `json:"updates"`
 	Memory   []Memory      `json:"memory"`
 }
 
@@ -106,6 +108,16 @@ func Run(ctx context.Context, o Options) (err error) {
 		result.Learning = append(result.Learning, starts...)
 		if err != nil {
 			return fmt.Errorf("learning, %s: %w", name, err)
+		}
+	}
+	for _, name := range o.Images {
+		if !o.Updates {
+			break
+		}
+		starts, err := b.updates(ctx, name)
+		result.Updates = append(result.Updates, starts...)
+		if err != nil {
+			return fmt.Errorf("updates, %s: %w", name, err)
 		}
 	}
 	if len(o.Services) > 0 {
@@ -346,6 +358,7 @@ func (r Result) print(out io.Writer) error {
 		fmt.Fprintln(w)
 	}
 	starts("learning", r.Learning)
+	starts("updates", r.Updates)
 	starts("services", r.Services)
 	if len(r.Memory) > 0 {
 		fmt.Fprint(w, "memory of a start\tpage cache when ready\twhen complete\tdaemons\n")

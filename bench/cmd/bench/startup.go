@@ -21,7 +21,8 @@ func startupCommand() *cobra.Command {
 		Short: "Measure startup sets: their sizes, several services of one image, learning",
 		Long: `For each image: how fast workers start it one after the other when nobody has
 traced anything and they learn from each other's reports, and then a worker that
-starts its next version; what a start takes of the page cache and of the daemons'
+starts its next version; how fast that version starts where only the first one was
+traced, fresh and as an update, against no set and a traced one; what a start takes of the page cache and of the daemons'
 memory, against containerd's overlayfs; and how large the set is that foil trace gives. For one
 image: what several of its services move, started one after the other on one
 worker.`,
@@ -47,6 +48,7 @@ worker.`,
 	flags.StringVar(&o.Service, "service-image", "scipy:1", "declared image, NAME:TAG, that has the services")
 	flags.StringArrayVar(&services, "service", nil, "a command in it, its words separated by |; may be repeated")
 	flags.IntVar(&o.Workers, "workers", 5, "workers that learn from each other")
+	flags.BoolVar(&o.Updates, "updates", true, "measure versions that inherit their sets")
 	flags.BoolVar(&o.Memory, "memory", true, "measure the memory of a start")
 	flags.DurationVar(&o.RTT, "rtt", 100*time.Millisecond, "round-trip time that the link adds")
 	flags.Var(&rate, "rate", "each direction's rate")

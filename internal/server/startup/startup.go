@@ -13,7 +13,9 @@
 //	learned    pages in half or more of what workers reported; a report counts
 //	           once a client, and the last 16 count
 //	inherited  the set that the service has in another version of the image, the
-//	           latest that knows it
+//	           latest that knows it: the same contents, and for those that are
+//	           gone, files of the same name, or of one with another version in
+//	           it, where what was on the pages is now (alignment)
 //	common     for a service that nobody knows: pages in half or more of the
 //	           sets of the image's services
 //
