@@ -122,7 +122,7 @@ func (m *matrix) forecast(rounds []round, unpushed []engines.Image) string {
 	}
 	prepare, left := m.preparation()
 	return fmt.Sprintf("%d runs in %d sessions and %d rounds are to be made: about %v on an idle machine; before that, %d images are pushed and their floors measured: about %v, and peers prepare %d: about %v",
-		runs, sessions, len(rounds), took.Round(time.Minute), len(unpushed), first.Round(time.Minute), left, prepare.Round(time.Minute))
+		runs, sessions, len(rounds), took.Round(10*time.Second), len(unpushed), first.Round(10*time.Second), left, prepare.Round(10*time.Second))
 }
 
 // tell is a run in one line.

@@ -377,7 +377,7 @@ func TestForeseesPreparation(t *testing.T) {
 	want("and one cannot be", push, 1)
 	m.RetryFailed = true
 	want("but is tried again", each+push, 2)
-	if got := m.forecast(m.plan(), nil); !strings.HasSuffix(got, "and peers prepare 2: about 1m0s") {
+	if got := m.forecast(m.plan(), nil); !strings.HasSuffix(got, "and peers prepare 2: about 50s") {
 		t.Errorf("forecast: %s", got)
 	}
 }
