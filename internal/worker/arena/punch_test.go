@@ -42,8 +42,10 @@ func TestPunchKeepsWhatItIsTold(t *testing.T) {
 		if err != nil {
 			rt.Fatal(err)
 		}
-		if freed != (blocks-kept)*BlockSize {
-			rt.Errorf("freed %d bytes, want %d", freed, (blocks-kept)*BlockSize)
+		// The filesystem may need a block of its own for where the pieces that are
+		// left lie: ext4 has room for four in the inode, once they are on the disk.
+		if most := (blocks - kept) * BlockSize; freed > most || freed < most-BlockSize {
+			rt.Errorf("freed %d bytes, want %d", freed, most)
 		}
 		got, err := os.ReadFile(filepath.Join(dir, FileName))
 		if err != nil {
