@@ -14,7 +14,10 @@
 //	task        what the image is for (see tasks): redis and PostgreSQL under
 //	            load, a C++ program compiled
 //
-// each with the page cache dropped before (cold) and again right after (warm).
+// each with the page cache dropped before (cold) and again right after (warm, a few
+// times, of which the median counts). For each there are the time on the clock and
+// the processor time that it cost, user and system, which says more on a machine
+// that does other things as well. Kernel threads that worked for it are not in it.
 // Before the first of them it is waited until Hydrofoil's mount reads past its
 // arenas' page cache, which it does a minute after the image is complete.
 //
@@ -99,15 +102,30 @@ type Arriving struct {
 	Rounds   int     `json:"rounds"`
 }
 
-// Row is one operation: medians in seconds, by engine, and the median of the
-// rounds' ratios with its interval.
+// Row is one operation.
 type Row struct {
-	What      string         `json:"what"`
-	Cache     string         `json:"cache"` // cold or warm
+	What  string `json:"what"`
+	Cache string `json:"cache"` // cold or warm
+	Wall  Pair   `json:"wall"`
+	CPU   Pair   `json:"cpu"` // user and system
+}
+
+// Pair compares the engines: medians in seconds, and the median of the rounds'
+// ratios with its interval.
+type Pair struct {
 	Hydrofoil float64        `json:"hydrofoil_seconds"`
 	Overlayfs float64        `json:"overlayfs_seconds"`
 	Ratio     float64        `json:"ratio"`
 	Interval  stats.Interval `json:"interval"`
+}
+
+// pair compares measurements of which those of one round have one index.
+func pair(hydrofoil, overlayfs []float64) Pair {
+	ratios := make([]float64, len(hydrofoil))
+	for i := range ratios {
+		ratios[i] = hydrofoil[i] / overlayfs[i]
+	}
+	return Pair{stats.Median(hydrofoil), stats.Median(overlayfs), stats.Median(ratios), stats.Bootstrap(ratios, stats.Median)}
 }
 
 // Share is how much of what one container has read another one has in memory.
@@ -118,6 +136,10 @@ type Share struct {
 
 // How many bytes of the largest files are enough.
 const enough = 128 << 20
+
+// How often an operation is done again when what it reads is in memory; tasks are
+// once.
+const again = 5
 
 // Run measures. It must run inside site.Confine.
 func Run(ctx context.Context, o Options) (err error) {
@@ -405,33 +427,37 @@ func measure(ctx context.Context, o Options, im engines.Image, trees [][]string)
 	result := Result{Image: im.Name, Files: len(in.files), Bytes: in.bytes}
 	for _, op := range operations {
 		// By cache (cold, warm), then tree.
-		var times [2][2][]float64
+		var wall, cpu [2][2][]float64
 		for round := range o.Rounds {
 			for i := range trees {
 				i = (i + round) % len(trees)
 				if err := site.DropCaches(); err != nil {
 					return err
 				}
-				for cache := range 2 {
-					if ctx.Err() != nil {
-						return context.Cause(ctx)
+				for cache, times := range []int{1, again} {
+					if op.name == taskName {
+						times = 1
 					}
-					began := time.Now()
-					if err := op.do(trees[i][0], in); err != nil {
-						return fmt.Errorf("bench: %s in %s: %w", op.name, trees[i][0], err)
+					var walls, cpus []float64
+					for range times {
+						if ctx.Err() != nil {
+							return context.Cause(ctx)
+						}
+						took, cost, err := timed(func() error { return op.do(trees[i][0], in) })
+						if err != nil {
+							return fmt.Errorf("bench: %s in %s: %w", op.name, trees[i][0], err)
+						}
+						walls, cpus = append(walls, took.Seconds()), append(cpus, cost.Seconds())
 					}
-					times[cache][i] = append(times[cache][i], time.Since(began).Seconds())
+					wall[cache][i] = append(wall[cache][i], stats.Median(walls))
+					cpu[cache][i] = append(cpu[cache][i], stats.Median(cpus))
 				}
 			}
 		}
 		for cache, name := range []string{"cold", "warm"} {
-			row := Row{What: op.name, Cache: name, Hydrofoil: stats.Median(times[cache][0]), Overlayfs: stats.Median(times[cache][1])}
-			var ratios []float64
-			for i, t := range times[cache][0] {
-				ratios = append(ratios, t/times[cache][1][i])
-			}
-			row.Ratio, row.Interval = stats.Median(ratios), stats.Bootstrap(ratios, stats.Median)
-			result.Rows = append(result.Rows, row)
+			result.Rows = append(result.Rows, Row{
+				What: op.name, Cache: name, Wall: pair(wall[cache][0], wall[cache][1]), CPU: pair(cpu[cache][0], cpu[cache][1]),
+			})
 		}
 		if o.Log != nil {
 			o.Log("measured " + op.name)
@@ -463,6 +489,33 @@ func measure(ctx context.Context, o Options, im engines.Image, trees [][]string)
 		result.Memory = append(result.Memory, m)
 	}
 	return result.deliver(o)
+}
+
+// timed returns how long do took, and the processor time of this process and of
+// those that it has started and waited for.
+func timed(do func() error) (took, cost time.Duration, err error) {
+	before, err := processorTime()
+	if err != nil {
+		return 0, 0, err
+	}
+	began := time.Now()
+	if err := do(); err != nil {
+		return 0, 0, err
+	}
+	took = time.Since(began)
+	after, err := processorTime()
+	return took, after - before, err
+}
+
+func processorTime() (sum time.Duration, err error) {
+	for _, who := range []int{unix.RUSAGE_SELF, unix.RUSAGE_CHILDREN} {
+		var usage unix.Rusage
+		if err := unix.Getrusage(who, &usage); err != nil {
+			return 0, fmt.Errorf("bench: getrusage: %w", err)
+		}
+		sum += time.Duration(usage.Utime.Nano() + usage.Stime.Nano())
+	}
+	return sum, nil
 }
 
 // memory reads the largest files of an engine's trees, one tree after the other.
@@ -532,9 +585,13 @@ func (r Result) Write(w io.Writer) error {
 		return t.Flush()
 	}
 	fmt.Fprintf(t, "\nA container of %s that runs: %d files; %.0f MB of the largest ones are read\n\n", r.Image, r.Files, float64(r.Bytes)/1e6)
-	fmt.Fprintln(t, "operation\tcache\tHydrofoil\toverlayfs\tratio\t95% interval")
+	fmt.Fprintln(t, "operation\tcache\tHydrofoil\toverlayfs\tratio\t95% interval\tCPU\toverlayfs\tratio\t95% interval")
 	for _, row := range r.Rows {
-		fmt.Fprintf(t, "%s\t%s\t%.1f ms\t%.1f ms\t%.2f\t%.2f to %.2f\n", row.What, row.Cache, 1e3*row.Hydrofoil, 1e3*row.Overlayfs, row.Ratio, row.Interval.Low, row.Interval.High)
+		fmt.Fprintf(t, "%s\t%s", row.What, row.Cache)
+		for _, p := range []Pair{row.Wall, row.CPU} {
+			fmt.Fprintf(t, "\t%.1f ms\t%.1f ms\t%.2f\t%.2f to %.2f", 1e3*p.Hydrofoil, 1e3*p.Overlayfs, p.Ratio, p.Interval.Low, p.Interval.High)
+		}
+		fmt.Fprintln(t)
 	}
 	for _, s := range r.Shared {
 		fmt.Fprintf(t, "\n%s: of what one container has read, another one finds %.0f%% in memory", s.Engine, 100*s.Part)

@@ -2,7 +2,9 @@ package running
 
 import (
 	"bytes"
+	"errors"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -47,11 +49,13 @@ func TestLook(t *testing.T) {
 func TestWrite(t *testing.T) {
 	var out bytes.Buffer
 	r := Result{Image: "redis:1", Files: 4000, Bytes: 60e6, Shared: []Share{{"hydrofoil", 1}}, Memory: []Memory{{"hydrofoil", 60e6, 1e6, 30e6}},
-		Rows: []Row{{What: "find", Cache: "cold", Hydrofoil: 0.05, Overlayfs: 0.1, Ratio: 0.5, Interval: stats.Interval{Low: 0.4, High: 0.6}}}}
+		Rows: []Row{{What: "find", Cache: "cold",
+			Wall: Pair{Hydrofoil: 0.05, Overlayfs: 0.1, Ratio: 0.5, Interval: stats.Interval{Low: 0.4, High: 0.6}},
+			CPU:  Pair{Hydrofoil: 0.03, Overlayfs: 0.04, Ratio: 0.75, Interval: stats.Interval{Low: 0.7, High: 0.8}}}}}
 	if err := r.Write(&out); err != nil {
 		t.Fatal(err)
 	}
-	for _, want := range []string{"50.0 ms", "100.0 ms", "0.50", "0.40 to 0.60", "finds 100% in memory", "60.0 MB", "+1.0 MB", "+30.0 MB"} {
+	for _, want := range []string{"50.0 ms", "100.0 ms", "0.50", "0.40 to 0.60", "30.0 ms", "40.0 ms", "0.75", "0.70 to 0.80", "finds 100% in memory", "60.0 MB", "+1.0 MB", "+30.0 MB"} {
 		if !strings.Contains(out.String(), want) {
 			t.Errorf("%q is missing in:\n%s", want, out.String())
 		}
@@ -76,6 +80,28 @@ func TestWithTask(t *testing.T) {
 		if got := len(withTask(engines.Image{Name: name})) - len(operations); got != want {
 			t.Errorf("%s has %d tasks, want %d", name, got, want)
 		}
+	}
+}
+
+func TestPair(t *testing.T) {
+	// Ratios are of rounds: 2, 0.5 and 0.5.
+	p := pair([]float64{2, 3, 4}, []float64{1, 6, 8})
+	if p.Hydrofoil != 3 || p.Overlayfs != 6 || p.Ratio != 0.5 || !p.Interval.Contains(0.5) {
+		t.Errorf("%+v", p)
+	}
+}
+
+func TestTimed(t *testing.T) {
+	failed := errors.New("failed")
+	if _, _, err := timed(func() error { return failed }); !errors.Is(err, failed) {
+		t.Errorf("an error is %v", err)
+	}
+	// What a process has cost that was waited for is in it.
+	_, cost, err := timed(func() error {
+		return exec.Command("sh", "-c", "i=0; while [ $i -lt 20000 ]; do i=$((i+1)); done").Run()
+	})
+	if err != nil || cost <= 0 {
+		t.Errorf("cost %v, %v", cost, err)
 	}
 }
 

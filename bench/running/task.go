@@ -15,6 +15,9 @@ import (
 	"hydrofoil.dev/foil/bench/engines"
 )
 
+// taskName is the operation that a task is.
+const taskName = "task"
+
 // tasks are shell scripts that do with an image what it is for, in a container's
 // file system, by its own programs: how long they take is the measure. They
 // leave nothing.
@@ -31,7 +34,8 @@ run pgbench -h /tmp -i -s 2 postgres
 run pgbench -h /tmp -c 4 -t 500 postgres
 run pg_ctl -D /tmp/d -m immediate stop; rm -rf /tmp/d`,
 	"gcc": `cd /tmp; printf '#include <iostream>\n#include <map>\n#include <regex>\n#include <vector>\nint main(int c, char **v) { std::map<std::string, std::vector<int>> m; m[v[0]].push_back(c); std::cout << std::regex_match(v[0], std::regex("x*")) << m.size(); }\n' >b.cc
-g++ -O1 -o b b.cc; ./b; rm -f b b.cc`,
+for gxx in /usr/bin/g++*; do :; done
+$gxx -O1 -o b b.cc; ./b; rm -f b b.cc`,
 }
 
 // withTask returns the operations, with that of an image if it has one.
@@ -41,7 +45,7 @@ func withTask(im engines.Image) []operation {
 	if !ok {
 		return operations
 	}
-	return append(slices.Clone(operations), operation{"task", func(tree string, _ inventory) (err error) {
+	return append(slices.Clone(operations), operation{taskName, func(tree string, _ inventory) (err error) {
 		for _, dir := range []string{"/dev", "/proc"} {
 			at := filepath.Join(tree, dir)
 			if err := unix.Mount(dir, at, "", unix.MS_BIND|unix.MS_REC, ""); err != nil {

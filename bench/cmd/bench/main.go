@@ -28,8 +28,8 @@ func main() {
 	var exit *exec.ExitError
 	switch {
 	case err == nil:
-	case errors.As(err, &exit) && exit.ExitCode() > 0:
-		os.Exit(exit.ExitCode()) // the command has said why
+	case errors.As(err, &exit) && exit.ExitCode() > 0 && err.Error() == exit.Error():
+		os.Exit(exit.ExitCode()) // nothing but that a command failed, which has said why
 	default:
 		fmt.Fprintln(os.Stderr, "bench:", err)
 		os.Exit(1)
