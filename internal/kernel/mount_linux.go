@@ -37,7 +37,7 @@ type Erofs struct {
 	// it is that of the image's loop device, which keeps it.
 	ReadAhead *int
 	// ReadAheadFile, when not nil, is set to the path of the file by which the
-	// read-ahead that ReadAhead set can be set anew.
+	// read-ahead of the mount can be set later. Finding it needs sysfs.
 	ReadAheadFile *string
 }
 
@@ -51,6 +51,25 @@ func SetReadAhead(file string, kib int) error {
 		return fmt.Errorf("set read-ahead: %w", err)
 	}
 	return nil
+}
+
+// DiskReadAhead returns the read-ahead of files on the disk below path, KiB. A
+// filesystem on more than one device has none that is told here.
+func DiskReadAhead(path string) (int, error) {
+	var st unix.Stat_t
+	if err := unix.Stat(path, &st); err != nil {
+		return 0, fmt.Errorf("read-ahead of the disk below %s: %w", path, err)
+	}
+	device := fmt.Sprintf("/sys/dev/block/%d:%d", unix.Major(st.Dev), unix.Minor(st.Dev))
+	text, err := os.ReadFile(device + "/queue/read_ahead_kb")
+	if errors.Is(err, os.ErrNotExist) {
+		// A partition has its disk's; the kernel follows the link before the dots.
+		text, err = os.ReadFile(device + "/../queue/read_ahead_kb")
+	}
+	if err != nil {
+		return 0, fmt.Errorf("read-ahead of the disk below %s: %w", path, err)
+	}
+	return strconv.Atoi(strings.TrimSpace(string(text)))
 }
 
 // MountErofs mounts read-only. Set-user-ID bits and device nodes work in the
@@ -70,14 +89,14 @@ func MountErofs(e Erofs) error {
 			devices = append(devices, l.Name())
 		}
 		source = loops[0].Name()
+		name := filepath.Join("/sys/block", filepath.Base(source), "queue/read_ahead_kb")
 		if e.ReadAhead != nil {
-			name := filepath.Join("/sys/block", filepath.Base(source), "queue/read_ahead_kb")
 			if err := SetReadAhead(name, *e.ReadAhead); err != nil {
 				return fmt.Errorf("%s: %w", what, err)
 			}
-			if e.ReadAheadFile != nil {
-				*e.ReadAheadFile = name
-			}
+		}
+		if e.ReadAheadFile != nil {
+			*e.ReadAheadFile = name
 		}
 	}
 	options := []option{{"source", source, true}}
@@ -89,10 +108,13 @@ func MountErofs(e Erofs) error {
 		options = append(options, option{"device", d, true})
 	}
 	create := func(fs int) error {
-		if e.ReadAhead == nil || e.Loop {
+		if e.ReadAhead == nil && e.ReadAheadFile == nil || e.Loop {
 			return unix.FsconfigCreate(fs)
 		}
-		name, err := createWithReadAhead(fs, "erofs", *e.ReadAhead)
+		name, err := createNamed(fs, "erofs")
+		if err == nil && e.ReadAhead != nil {
+			err = SetReadAhead(name, *e.ReadAhead)
+		}
 		if err == nil && e.ReadAheadFile != nil {
 			*e.ReadAheadFile = name
 		}
@@ -276,14 +298,13 @@ const bdiDir = "/sys/class/bdi"
 // appears is known to be the new one's.
 var bdiCreate sync.Mutex
 
-// createWithReadAhead creates the superblock and sets the read-ahead of its
-// backing-device-info. Nothing in the kernel's interfaces leads from a mount to
+// createNamed creates the superblock and returns the file that sets the read-ahead
+// of its backing-device-info. Nothing in the kernel's interfaces leads from a mount to
 // its bdi when that is not named by device numbers (EROFS: "erofs-N"): it is
 // the one that was not there before. When another process made one in the same
 // moment, which is whose cannot be told: errWhichBDI, and the caller makes
 // another superblock.
-// It returns the file that sets the read-ahead.
-func createWithReadAhead(fs int, fstype string, kib int) (string, error) {
+func createNamed(fs int, fstype string) (string, error) {
 	bdiCreate.Lock()
 	defer bdiCreate.Unlock()
 	before, err := bdis(fstype)
@@ -301,8 +322,7 @@ func createWithReadAhead(fs int, fstype string, kib int) (string, error) {
 	if len(after) != 1 {
 		return "", errWhichBDI
 	}
-	name := filepath.Join(bdiDir, after[0], "read_ahead_kb")
-	return name, SetReadAhead(name, kib)
+	return filepath.Join(bdiDir, after[0], "read_ahead_kb"), nil
 }
 
 var errWhichBDI = errors.New("others mount the same just now, and which backing device is whose cannot be told: try again")

@@ -110,6 +110,44 @@ func TestMountErofsReadAhead(t *testing.T) {
 	}
 }
 
+// Where the read-ahead is set is told also of a mount that has the kernel's.
+func TestMountErofsReadAheadFile(t *testing.T) {
+	image, target := needErofs(t)
+	var file string
+	if err := MountErofs(Erofs{Image: image, Target: target, ReadAheadFile: &file}); err != nil {
+		t.Fatal(err)
+	}
+	defer Unmount(target, true)
+	for _, want := range []int{DefaultReadAhead, 2048, 0} {
+		if want != DefaultReadAhead {
+			if err := SetReadAhead(file, want); err != nil {
+				t.Fatal(err)
+			}
+		}
+		b, err := os.ReadFile(file)
+		if got := strings.TrimSpace(string(b)); err != nil || got != strconv.Itoa(want) {
+			t.Errorf("%s: read-ahead %q KiB, want %d, %v", file, got, want, err)
+		}
+	}
+}
+
+func TestDiskReadAhead(t *testing.T) {
+	if kib, err := DiskReadAhead("/proc"); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("what is on no disk has a read-ahead of %d KiB, %v", kib, err)
+	}
+	if _, err := DiskReadAhead(filepath.Join(t.TempDir(), "not")); !errors.Is(err, unix.ENOENT) {
+		t.Errorf("what is not there: %v", err)
+	}
+	dir := t.TempDir()
+	kib, err := DiskReadAhead(dir)
+	if errors.Is(err, os.ErrNotExist) {
+		t.Skip("skip: temporary files are on no disk:", err)
+	}
+	if err != nil || kib < 0 {
+		t.Errorf("%d KiB, %v", kib, err)
+	}
+}
+
 func TestMountErofsErrors(t *testing.T) {
 	image, target := needErofs(t)
 	if err := MountErofs(Erofs{Image: image + "-not", Target: target}); !errors.Is(err, unix.ENOENT) {

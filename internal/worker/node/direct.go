@@ -84,6 +84,9 @@ func (n *Node) readArenasDirectly(r *rootfs) {
 	n.mu.Lock()
 	r.direct = true
 	n.mu.Unlock()
+	if err := n.setReadAhead(r); err != nil {
+		n.log.Debug("give a mount the read-ahead of its disk", "rootfs", r.rec.ChainID, "error", err)
+	}
 	if r.own() < 0 {
 		return
 	}

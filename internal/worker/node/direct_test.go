@@ -2,9 +2,11 @@ package node
 
 import (
 	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -88,5 +90,49 @@ func TestACompleteImageIsInMemoryOnce(t *testing.T) {
 	h.same(other)
 	if n := h.resident(other); n > 0 {
 		t.Errorf("%d pages of the arena of an image that was read directly are in memory", n)
+	}
+}
+
+// A mount that reads past the page cache of its arenas has their disk's read-ahead,
+// also one that an earlier daemon made; until then it has the kernel's.
+func TestReadAheadOfTheDisk(t *testing.T) {
+	s := newFakeServer(t)
+	m := newFakeImage(t, some(1, 3, 100<<10))
+	h := newHost(t)
+	disk, err := kernel.DiskReadAhead(h.root)
+	if err != nil {
+		t.Skip("skip:", err)
+	}
+	readAhead := func() int {
+		t.Helper()
+		file, err := os.ReadFile(filepath.Join(h.dir(m), bdiName))
+		if err != nil {
+			t.Skip("skip: the read-ahead of a mount cannot be set:", err)
+		}
+		text, err := os.ReadFile(string(file))
+		if err != nil {
+			t.Fatal(err)
+		}
+		kib, err := strconv.Atoi(strings.TrimSpace(string(text)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return kib
+	}
+	h.mustPull(s.serve("app:latest", m), api.Complete)
+	eventually(t, "the mount has read-ahead", func() error {
+		if got := readAhead(); got != kernel.DefaultReadAhead {
+			return fmt.Errorf("%d KiB while the arena has its own", got)
+		}
+		return nil
+	})
+	for _, restart := range []func(){h.restart, func() { h.reboot(); h.start() }} {
+		restart()
+		if !h.direct(m) {
+			t.Skip("skip: EROFS reads devices directly since Linux 6.15")
+		}
+		if got, want := readAhead(), min(max(disk, kernel.DefaultReadAhead), mostReadAhead); got != want {
+			t.Errorf("%d KiB of read-ahead, want %d of the disk's %d", got, want, disk)
+		}
 	}
 }

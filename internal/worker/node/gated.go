@@ -71,9 +71,14 @@ func (n *Node) passGate() {
 		if still {
 			continue // an arena that lends is not complete
 		}
-		err := kernel.MountErofs(kernel.Erofs{
-			Image: r.path("meta.erofs"), Devices: devices, Target: r.path("mnt"), Loop: n.loop, Beneath: true,
-		})
+		// Containers that run go on with the old one, and with read-ahead: all is here.
+		n.mu.Lock()
+		old := r.readAheadFile
+		n.mu.Unlock()
+		err := n.mountErofs(r, devices, true)
+		if old != "" {
+			err = errors.Join(err, kernel.SetReadAhead(old, kernel.DefaultReadAhead))
+		}
 		if err == nil {
 			err = unmountTop(r.path("mnt"))
 		}

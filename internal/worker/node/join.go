@@ -5,7 +5,6 @@ import (
 	"slices"
 	"time"
 
-	"hydrofoil.dev/foil/internal/kernel"
 	"hydrofoil.dev/foil/internal/worker/api"
 )
 
@@ -65,8 +64,7 @@ func (p *pull) waitBehind(other *pull) {
 }
 
 // startAgain takes the read-ahead from a mount until a service that has joined
-// is ready, as far as anybody says so; else for settle. A mount that an earlier daemon
-// made keeps what it has.
+// is ready, as far as anybody says so; else for settle.
 func (p *pull) startAgain(r *rootfs, probed bool) {
 	n := p.n
 	p.mu.Lock()
@@ -91,7 +89,7 @@ func (p *pull) startAgain(r *rootfs, probed bool) {
 		n.log.Debug("take a mount's read-ahead", "rootfs", r.rec.ChainID, "error", err)
 		return
 	}
-	if err := kernel.SetReadAhead(file, 0); err != nil {
+	if err := n.setReadAhead(r); err != nil {
 		n.log.Debug("take a mount's read-ahead", "rootfs", r.rec.ChainID, "error", err)
 		return
 	}

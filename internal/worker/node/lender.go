@@ -215,7 +215,7 @@ func (n *Node) shrink(r *rootfs, borrowers []*rootfs) (freed int64, err error) {
 		return 0, errors.New("it may be behind the gate still")
 	}
 	// Derived, or of use for a mount only. They make room for the list.
-	for _, name := range []string{"meta.erofs", "meta.erofs.new", oldMeta, "toc", "placement", gatedName, borrowersName} {
+	for _, name := range []string{"meta.erofs", "meta.erofs.new", oldMeta, "toc", "placement", gatedName, readAheadName, bdiName, borrowersName} {
 		if err := os.Remove(r.path(name)); err != nil && !errors.Is(err, os.ErrNotExist) {
 			return 0, err
 		}

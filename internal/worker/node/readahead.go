@@ -28,35 +28,90 @@ const settle = 5 * time.Second
 // read-ahead: it names the file that sets it. After a reboot it says nothing.
 const readAheadName = "readahead"
 
-// mountErofs mounts a rootfs at its place.
-func (n *Node) mountErofs(r *rootfs, devices []string) error {
-	e := kernel.Erofs{Image: r.path("meta.erofs"), Devices: devices, Target: r.path("mnt"), Loop: n.loop}
+// bdiName is a file in the directory of a mounted rootfs that names the file that
+// sets its mount's read-ahead, for the next daemon: nothing else leads from a mount
+// to it. A kernel gives no such name twice before it boots again, and a rootfs that
+// is mounted anew has none, or a new one.
+const bdiName = "bdi"
+
+// mostReadAhead is the longest read-ahead of a mount, KiB.
+const mostReadAhead = 2048
+
+// mountErofs mounts a rootfs at its place, or beneath the mount that is there.
+func (n *Node) mountErofs(r *rootfs, devices []string, beneath bool) error {
 	n.mu.Lock()
 	off := r.starting
+	r.readAheadFile = ""
 	n.mu.Unlock()
-	if !off {
-		return kernel.MountErofs(e)
+	for _, name := range []string{readAheadName, bdiName} {
+		if err := os.Remove(r.path(name)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
 	}
 	var none int
 	var file string
-	e.ReadAhead, e.ReadAheadFile = &none, &file
+	e := kernel.Erofs{Image: r.path("meta.erofs"), Devices: devices, Target: r.path("mnt"), Loop: n.loop, Beneath: beneath, ReadAheadFile: &file}
+	if off {
+		e.ReadAhead = &none
+	}
 	if err := kernel.MountErofs(e); err != nil {
-		// Where sysfs is read-only the mount has read-ahead, and reads wait for more.
-		n.log.Debug("mount without read-ahead", "rootfs", r.rec.ChainID, "error", err)
+		// Where there is no sysfs to write the mount has the kernel's read-ahead:
+		// reads of what arrives wait for more, those of large files take longer.
+		n.log.Debug("mount with a read-ahead that can be set", "rootfs", r.rec.ChainID, "error", err)
 		e.ReadAhead, e.ReadAheadFile = nil, nil
 		return kernel.MountErofs(e)
+	}
+	if err := os.WriteFile(r.path(bdiName), []byte(file), 0o600); err != nil {
+		return err
+	}
+	n.mu.Lock()
+	r.readAheadFile = file
+	n.mu.Unlock()
+	if !off {
+		return nil
 	}
 	if err := os.WriteFile(r.path(readAheadName), []byte(file), 0o600); err != nil {
 		return errors.Join(err, kernel.SetReadAhead(file, kernel.DefaultReadAhead))
 	}
 	n.mu.Lock()
-	r.readAheadFile = file
 	over := !r.starting // before the mount was there
 	n.mu.Unlock()
 	if over {
 		n.endStart(r)
 	}
 	return nil
+}
+
+// setReadAhead gives the mount of r the read-ahead that it should have now.
+func (n *Node) setReadAhead(r *rootfs) error {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if r.readAheadFile == "" {
+		return nil
+	}
+	kib := kernel.DefaultReadAhead
+	switch {
+	case r.starting || r.starts > 0:
+		kib = 0
+	case r.direct:
+		disk, err := kernel.DiskReadAhead(n.opts.Root)
+		if err != nil {
+			n.log.Debug("give a mount the read-ahead of its disk", "rootfs", r.rec.ChainID, "error", err)
+		}
+		kib = min(max(kib, disk), mostReadAhead)
+	}
+	return kernel.SetReadAhead(r.readAheadFile, kib)
+}
+
+// findReadAhead finds the file that sets the read-ahead of a mount that an earlier
+// daemon made. One of an older version left it only while there was none.
+func (r *rootfs) findReadAhead() {
+	for _, name := range []string{bdiName, readAheadName} {
+		if file, err := os.ReadFile(r.path(name)); err == nil {
+			r.readAheadFile = strings.TrimSpace(string(file))
+			return
+		}
+	}
 }
 
 // endStart gives the mount of a rootfs its read-ahead, if it has none, unless a
@@ -69,14 +124,10 @@ func (n *Node) endStart(r *rootfs) {
 	if others {
 		return
 	}
-	file, err := os.ReadFile(r.path(readAheadName))
-	if errors.Is(err, fs.ErrNotExist) {
+	if _, err := os.Stat(r.path(readAheadName)); errors.Is(err, fs.ErrNotExist) {
 		return
 	}
-	if err == nil {
-		err = kernel.SetReadAhead(strings.TrimSpace(string(file)), kernel.DefaultReadAhead)
-	}
-	if err != nil && !errors.Is(err, fs.ErrNotExist) { // it is not mounted any more
+	if err := n.setReadAhead(r); err != nil && !errors.Is(err, fs.ErrNotExist) { // it is not mounted any more
 		n.log.Warn("give a mount its read-ahead back: large files are read slowly", "rootfs", r.rec.ChainID, "error", err)
 	}
 	if err := os.Remove(r.path(readAheadName)); err != nil && !errors.Is(err, fs.ErrNotExist) {

@@ -4,7 +4,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
@@ -368,13 +367,11 @@ func (n *Node) remount(lost map[digest.Digest]bool, read map[digest.Digest]*rest
 			r.mounted = false
 		}
 		if r.mounted {
+			r.findReadAhead()
 			n.endStart(r) // nobody knows any more how far the start has come
 		}
 		if r.mounted || live[r] == "" {
 			continue
-		}
-		if err := os.Remove(r.path(readAheadName)); err != nil && !errors.Is(err, fs.ErrNotExist) {
-			n.log.Warn("remove a file", "error", err)
 		}
 		if err := n.mountAgain(r, read[chain]); err != nil {
 			r.broken = err

@@ -39,6 +39,7 @@ import (
 //	             package arena
 //	gated        there while it is mounted by way of a FUSE gate: see gated.go
 //	readahead    there while its mount has no read-ahead: see readahead.go
+//	bdi          where the read-ahead of its mount is set
 //	mnt          where it is mounted, once for all containers
 //
 // A rootfs that nothing names, but for others that use contents in its arena,
@@ -68,8 +69,8 @@ type rootfs struct {
 	direct    bool  // its mount reads past the page cache of arenas: see direct.go
 	starting  bool  // its mount is to be made without read-ahead: see readahead.go
 	filling   *pull // that fills it now
-	// readAheadFile sets the read-ahead of a mount that this daemon made without
-	// one; starts are those of services that have joined, for which it has none.
+	// readAheadFile sets the read-ahead of its mount, if it can be set; starts are
+	// those of services that have joined, for which it has none.
 	readAheadFile string
 	starts        int
 
@@ -456,7 +457,7 @@ func (n *Node) mount(r *rootfs) error {
 	if err := r.setGated(gated); err != nil {
 		return err
 	}
-	if err := n.mountErofs(r, devices); err != nil {
+	if err := n.mountErofs(r, devices, false); err != nil {
 		return mountError(fmt.Errorf("mount rootfs %s: %w", r.rec.ChainID, err))
 	}
 	n.mu.Lock()
