@@ -40,8 +40,9 @@ const (
 	anchorSpacing = 5
 	// anchorsMost bounds what a content takes that was made to have many.
 	anchorsMost = 2 * anchorsWanted
-	// alignSlack is by how many bytes points may be wrong; it is much less than a
-	// page.
+	// alignSlack is by how many bytes points that are left out may differ from one
+	// that stays: what lies between those may be wrong by twice as much, which is
+	// little for a page.
 	alignSlack = 32
 )
 
