@@ -81,7 +81,7 @@
 //
 // Frame is a uvarint, the index of the frame in the plan, and the frame as
 // package segment codes it. Frames come in the order of the plan unless a
-// promotion changed it. A frame encoded against a content would come with an
+// promotion changed it; see also Request.Hold. A frame encoded against a content would come with an
 // encoding of its own (see segment.Encoding).
 //
 // Error is three blocks: a code (one of the Code constants), a message for

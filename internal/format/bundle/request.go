@@ -1,7 +1,10 @@
 package bundle
 
 import (
+	"fmt"
+	"net/url"
 	"slices"
+	"time"
 
 	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
@@ -50,6 +53,40 @@ type Request struct {
 	// what was not promoted of that waits while the startup sets of this one are sent. One
 	// that has ended, or is not known, is none.
 	Ahead string `json:"ahead,omitempty"`
+	// Hold, at most MaxHold, has the server send of the plan only what is promoted,
+	// after startup sets of which one was traced, until so much time has passed or
+	// Promotion.Release comes: what a start lacks all the same then has the line for
+	// itself. It is not in the JSON but in the query, since a server refuses a
+	// request with fields that it does not know, and one that does not know of it may as well
+	// send: see Query.
+	Hold time.Duration `json:"-"`
+}
+
+// MaxHold bounds Request.Hold: a server does not keep a stream's plan for longer that
+// nothing is sent of.
+const MaxHold = 30 * time.Second
+
+const holdQuery = "hold"
+
+// Query returns the query to send the request with, at PullPath.
+func (r *Request) Query() url.Values {
+	if r.Hold <= 0 {
+		return nil
+	}
+	return url.Values{holdQuery: {r.Hold.String()}}
+}
+
+// ParseHold returns Request.Hold from a query, cut to MaxHold.
+func ParseHold(query url.Values) (time.Duration, error) {
+	s := query.Get(holdQuery)
+	if s == "" {
+		return 0, nil
+	}
+	d, err := time.ParseDuration(s)
+	if err != nil || d < 0 {
+		return 0, fmt.Errorf("bundle request: %s=%s, want a time such as 10s", holdQuery, s)
+	}
+	return min(d, MaxHold), nil
 }
 
 // ImageRequest is one image wanted.
@@ -110,4 +147,6 @@ type Promotion struct {
 	Stream string `json:"stream"`
 	// Frames are indices into the stream's plan, most wanted first.
 	Frames []uint32 `json:"frames"`
+	// Release ends what Request.Hold does.
+	Release bool `json:"release,omitempty"`
 }

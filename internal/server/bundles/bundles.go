@@ -13,7 +13,8 @@
 // promotion finds the stream by its ID and changes what is read next. The startup
 // set of a service that joins a pull comes in a stream of its own, which goes ahead
 // of the first (bundle.Request.Ahead): that sends nothing but promoted frames
-// meanwhile.
+// meanwhile. So does one whose worker wants the line for itself until a container is
+// ready (bundle.Request.Hold).
 package bundles
 
 import (
@@ -175,6 +176,9 @@ func (h *Handler) promote(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	q.promote(p.Frames)
+	if p.Release {
+		q.release()
+	}
 	w.WriteHeader(http.StatusNoContent)
 }
 
@@ -192,6 +196,9 @@ func (h *Handler) pull(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	req, err := bundle.DecodeRequest(b)
+	if err == nil {
+		req.Hold, err = bundle.ParseHold(r.URL.Query())
+	}
 	if err != nil {
 		fail(&bundle.Error{Code: bundle.CodeInvalid, Message: err.Error()}, "")
 		return
@@ -336,6 +343,7 @@ func (p *pull) run(ctx context.Context, id string) error {
 		return err
 	}
 	p.queue.start(plan.Sources)
+	defer p.queue.hold(p.hold(deliveries))()
 	if err := p.w.Plan(&plan.Wire); err != nil {
 		return writeFailed{err}
 	}

@@ -11,6 +11,7 @@ import (
 	"net/http"
 	"net/netip"
 	"slices"
+	"time"
 
 	"github.com/opencontainers/go-digest"
 
@@ -75,6 +76,16 @@ func orderOf(x *planner.Index, guess planner.Order, set *startup.Set, sent bool)
 		return x.OrderBy(guess, set.Late, set.Runs())
 	}
 	return x.OrderBy(guess, set.Runs(), set.Late)
+}
+
+// hold is for how long only promoted frames follow the startup sets.
+func (p *pull) hold(deliveries []*startup.Delivery) time.Duration {
+	for _, d := range deliveries {
+		if d != nil && d.Wire.Origin == bundle.OriginTraced {
+			return p.req.Hold
+		}
+	}
+	return 0
 }
 
 // pages sends startup sets, frame by frame.

@@ -10,6 +10,7 @@ import (
 	"os"
 	"slices"
 	"sync"
+	"time"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/format/segment"
@@ -63,18 +64,49 @@ func (s *streams) find(id string) *queue {
 type queue struct {
 	mu       sync.Mutex
 	sources  []planner.Source // guarded by mu; nil until there is a plan
-	taken    []bool           // guarded by mu, by frame
+	state    []frameState     // guarded by mu, by frame
+	left     int              // guarded by mu: frames that were not taken
 	next     int              // guarded by mu: no frame before it is left
 	promoted []uint32         // guarded by mu: to be sent first, some taken
 	paused   int              // guarded by mu: streams that go ahead of this one
-	changed  chan struct{}    // guarded by mu: closed when paused or promoted change; nil: nobody waits
+	held     bool             // guarded by mu: as bundle.Request.Hold says
+	released bool             // guarded by mu: it is not held any more
+	changed  chan struct{}    // guarded by mu: closed when something of this changes; nil: nobody waits
 }
+
+type frameState uint8
+
+const (
+	isTaken frameState = 1 << iota
+	isPromoted
+)
 
 // start gives the queue its frames.
 func (q *queue) start(sources []planner.Source) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	q.sources, q.taken = sources, make([]bool, len(sources))
+	q.sources, q.state, q.left = sources, make([]frameState, len(sources)), len(sources)
+}
+
+// hold keeps back what is not promoted for some time, or until release is called,
+// before it or after. end must be called when the queue is of no more use.
+func (q *queue) hold(most time.Duration) (end func()) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.released || most <= 0 {
+		return func() {}
+	}
+	q.held = true
+	timer := time.AfterFunc(most, q.release)
+	return func() { timer.Stop() }
+}
+
+// release ends what hold does.
+func (q *queue) release() {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.held, q.released = false, true
+	q.change()
 }
 
 // promote puts frames before all others, the first one first. Frames that are
@@ -83,16 +115,17 @@ func (q *queue) promote(frames []uint32) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	seen := make(map[uint32]bool, len(frames)+len(q.promoted))
-	var promoted []uint32
+	var first []uint32
 	for _, list := range [][]uint32{frames, q.promoted} {
 		for _, f := range list {
-			if int(f) < len(q.taken) && !q.taken[f] && !seen[f] {
+			if int(f) < len(q.state) && q.state[f]&isTaken == 0 && !seen[f] {
 				seen[f] = true
-				promoted = append(promoted, f)
+				q.state[f] |= isPromoted
+				first = append(first, f)
 			}
 		}
 	}
-	q.promoted = promoted
+	q.promoted = first
 	q.change()
 }
 
@@ -118,13 +151,15 @@ func (q *queue) change() {
 	}
 }
 
-// wait waits until something may be taken, or ctx ends.
-func (q *queue) wait(ctx context.Context) error {
+// wait waits until something may be sent, and takes it: the next frames that lie
+// one after the other in one pack, or one frame that has to be made; none at the
+// end.
+func (q *queue) wait(ctx context.Context, run []uint32) ([]uint32, error) {
 	for {
 		q.mu.Lock()
-		if q.paused == 0 || len(q.promoted) > 0 {
+		if run = q.take(run[:0]); len(run) > 0 || q.left == 0 {
 			q.mu.Unlock()
-			return nil
+			return run, nil
 		}
 		if q.changed == nil {
 			q.changed = make(chan struct{})
@@ -134,44 +169,43 @@ func (q *queue) wait(ctx context.Context) error {
 		select {
 		case <-changed:
 		case <-ctx.Done():
-			return ctx.Err()
+			return nil, ctx.Err()
 		}
 	}
 }
 
-// take returns the next frames that lie one after the other in one pack, or one
-// frame that has to be made; none at the end.
+// take appends what may be sent now to run, if there is something. Called with mu
+// held.
 func (q *queue) take(run []uint32) []uint32 {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	run = run[:0]
+	only := q.paused > 0 || q.held // what was promoted
 	for len(q.promoted) > 0 && len(run) == 0 {
-		if f := q.promoted[0]; !q.taken[f] {
+		if f := q.promoted[0]; q.state[f]&isTaken == 0 {
 			run = append(run, f)
 		}
 		q.promoted = q.promoted[1:]
 	}
 	for len(run) == 0 {
-		if q.next == len(q.taken) {
-			return nil
+		if only || q.next == len(q.state) {
+			return run
 		}
-		if !q.taken[q.next] {
+		if q.state[q.next]&isTaken == 0 {
 			run = append(run, uint32(q.next))
 		}
 		q.next++
 	}
 	f := run[0]
-	q.taken[f] = true
+	q.state[f] |= isTaken
 	last, bytes := q.sources[f], q.sources[f].Parts[0].Length
-	for f++; int(f) < len(q.taken) && !q.taken[f] && last.Whole() && q.sources[f].Whole(); f++ {
+	for f++; int(f) < len(q.state) && q.state[f]&isTaken == 0 && last.Whole() && q.sources[f].Whole(); f++ {
 		a, b := last.Parts[0], q.sources[f].Parts[0]
-		if a.Pack != b.Pack || a.Offset+int64(a.Length) != b.Offset || bytes+b.Length > runBytes {
+		if a.Pack != b.Pack || a.Offset+int64(a.Length) != b.Offset || bytes+b.Length > runBytes || only && q.state[f]&isPromoted == 0 {
 			break
 		}
-		q.taken[f] = true
+		q.state[f] |= isTaken
 		run = append(run, f)
 		last, bytes = q.sources[f], bytes+b.Length
 	}
+	q.left -= len(run)
 	return run
 }
 
@@ -242,10 +276,8 @@ func (q *queue) read(ctx context.Context, from source, direct bool, out chan<- *
 		case <-ctx.Done():
 			return
 		}
-		if q.wait(ctx) != nil {
-			return
-		}
-		if c.frames = q.take(c.frames); len(c.frames) == 0 {
+		var err error
+		if c.frames, err = q.wait(ctx, c.frames); err != nil || len(c.frames) == 0 {
 			return
 		}
 		c.err = from.fill(ctx, q.sources, direct, c) // sources do not change any more

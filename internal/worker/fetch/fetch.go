@@ -70,10 +70,11 @@ type Options struct {
 	// written to the arena of the image with that index in the request, in about the order of need.
 	Pages func(image int, origin string, runs []trace.Run)
 
-	// Hold, when more than 0, has the frames of the plan wait after a startup
-	// set that was traced, unwritten, until Release is called, a read waits for something that was not in the set, or
-	// so much time has passed: the start has the processors and the disk for
-	// itself. What arrives meanwhile fills the receive window, and no more.
+	// Hold, when more than 0, has the server send nothing but promoted frames after a
+	// startup set that was traced, until Release is called, so much time has passed, or
+	// the start turns out to need much that was not in the set (see hold.go): it has the
+	// line, the processors and the disk for itself. It is bounded by bundle.MaxHold,
+	// and by half of the client's StallTimeout.
 	Hold time.Duration
 
 	// GiveUp is how long the pull keeps trying while nothing arrives; 0 means
@@ -136,6 +137,9 @@ func (o *Options) defaults() {
 	if o.PromoteBeyond == 0 {
 		o.PromoteBeyond = 256 << 10
 	}
+	if o.Client != nil {
+		o.Hold = min(o.Hold, bundle.MaxHold, o.Client.opts.StallTimeout/2)
+	}
 	if o.Logger == nil {
 		o.Logger = slog.New(slog.DiscardHandler)
 	}
@@ -166,9 +170,6 @@ type Pull struct {
 	done   chan struct{}  // closed after run has ended, and err is set
 	err    error
 
-	released    chan struct{} // closed by Release
-	releaseOnce sync.Once
-
 	jobs    chan job
 	room    *semaphore.Weighted // of inFlight
 	buffers sync.Pool           // *buffer
@@ -198,6 +199,7 @@ type Pull struct {
 	origin   string                // of the first startup set
 	waits    waits
 	promoter promoter
+	hold     hold
 	joins    []*join
 	over     bool // nobody joins any more
 
@@ -236,21 +238,20 @@ func newPull(ctx context.Context, opts Options) *Pull {
 	outer := ctx
 	ctx, cancel := context.WithCancelCause(ctx)
 	p := &Pull{
-		outer:    outer,
-		opts:     opts,
-		log:      opts.Logger.With("pull", opts.Name),
-		ctx:      ctx,
-		cancel:   cancel,
-		done:     make(chan struct{}),
-		jobs:     make(chan job),
-		released: make(chan struct{}),
-		planned:  make(chan struct{}),
-		room:     semaphore.NewWeighted(inFlight),
-		kick:     make(chan struct{}, 1),
-		images:   slices.Clone(opts.Request.Images),
-		targets:  make([]*target, len(opts.Request.Images)),
-		wanted:   make(map[*reading]struct{}),
-		damaged:  make(map[segment.ID]int),
+		outer:   outer,
+		opts:    opts,
+		log:     opts.Logger.With("pull", opts.Name),
+		ctx:     ctx,
+		cancel:  cancel,
+		done:    make(chan struct{}),
+		jobs:    make(chan job),
+		planned: make(chan struct{}),
+		room:    semaphore.NewWeighted(inFlight),
+		kick:    make(chan struct{}, 1),
+		images:  slices.Clone(opts.Request.Images),
+		targets: make([]*target, len(opts.Request.Images)),
+		wanted:  make(map[*reading]struct{}),
+		damaged: make(map[segment.ID]int),
 	}
 	p.joinCtx, p.leave = context.WithCancel(ctx)
 	p.promoter.init(p)
@@ -260,9 +261,6 @@ func newPull(ctx context.Context, opts Options) *Pull {
 // Stop ends the pull soon. Its arenas do not fail: reads go on waiting for the
 // next pull.
 func (p *Pull) Stop() { p.cancel(ErrStopped) }
-
-// Release ends what Options.Hold does, before it has begun as well.
-func (p *Pull) Release() { p.releaseOnce.Do(func() { close(p.released) }) }
 
 // Wait waits for the end of the pull. It returns nil when all that the server
 // planned is present and durable.
@@ -280,6 +278,7 @@ func (p *Pull) run() {
 	p.work.Go(p.promoter.run)
 	err := p.streams()
 	p.endJoins()
+	p.endHold()
 	close(p.jobs)
 	if err == nil {
 		err = context.Cause(p.ctx) // a worker may have failed with the last frame

@@ -110,7 +110,6 @@ func (p *Pull) promoteWaiting() {
 	for r := range p.wanted {
 		if !p.brings(r) {
 			p.current.wantAll(r)
-			p.Release()
 		}
 	}
 }
@@ -180,7 +179,7 @@ func (j *join) ask(ctx context.Context, t *target) (err error) {
 	req.Images = []bundle.ImageRequest{want}
 	timer := time.AfterFunc(p.opts.JoinPatience, func() { j.expect(nil) })
 	defer timer.Stop()
-	resp, err := p.opts.Client.post(ctx, bundle.PullPath, &req)
+	resp, err := p.opts.Client.pull(ctx, &req)
 	if err != nil {
 		return err
 	}

@@ -42,9 +42,8 @@ func (p *Pull) Need(ctx context.Context, a *arena.Arena, off, n int64) error {
 	p.wanted[r] = struct{}{}
 	w := Wait{Offset: off, Length: n, Began: began, Moved: p.moved.Load()}
 	if p.current != nil && !p.brings(r) {
-		w.Planned, w.Promoted = true, p.current.wantAll(r)
 		w.Ahead = p.current.ahead(r)
-		p.Release() // it is not in a startup set, or was damaged
+		w.Planned, w.Promoted = true, p.current.wantAll(r)
 	}
 	p.mu.Unlock()
 	err := a.Wait(ctx, off, n)
@@ -63,6 +62,9 @@ func (s *stream) wantAll(r *reading) (promoted bool) {
 		if s.want(r.arena, i) {
 			promoted = true
 		}
+	}
+	if promoted {
+		s.p.missed(r)
 	}
 	return promoted
 }
@@ -85,12 +87,17 @@ func (s *stream) want(a *arena.Arena, i int) bool {
 	case state&damaged != 0:
 		s.again()
 		return false
-	case state&(received|promoted) != 0, !s.far(frame):
+	case state&(received|promoted) != 0, !s.p.hold.on && !s.far(frame):
 		return false
 	}
-	s.state[frame] |= promoted
-	s.p.promoter.add(s, uint32(frame))
+	s.promote(uint32(frame))
 	return true
+}
+
+// promote has a frame promoted. p.mu is held.
+func (s *stream) promote(frame uint32) {
+	s.state[frame] |= promoted
+	s.p.promoter.add(s, false, frame)
 }
 
 // far reports whether more than PromoteBeyond bytes are planned to come before
@@ -116,18 +123,19 @@ type promoter struct {
 	kick chan struct{}
 
 	// Guarded by p.mu.
-	stream *stream
-	frames []uint32 // to be promoted in it
+	stream  *stream
+	frames  []uint32 // to be promoted in it
+	release bool     // what it holds back is to be sent
 }
 
 func (r *promoter) init(p *Pull) { r.p, r.kick = p, make(chan struct{}, 1) }
 
-// add queues a promotion. p.mu is held.
-func (r *promoter) add(s *stream, frame uint32) {
+// add queues promotions, and the end of a hold. p.mu is held.
+func (r *promoter) add(s *stream, release bool, frames ...uint32) {
 	if r.stream != s {
-		r.stream, r.frames = s, nil
+		r.stream, r.frames, r.release = s, nil, false
 	}
-	r.frames = append(r.frames, frame)
+	r.frames, r.release = append(r.frames, frames...), r.release || release
 	select {
 	case r.kick <- struct{}{}:
 	default:
@@ -157,22 +165,22 @@ func (r *promoter) run() {
 			return
 		}
 		r.p.mu.Lock()
-		s, frames := r.stream, r.frames
-		r.frames = nil
+		s, frames, release := r.stream, r.frames, r.release
+		r.frames, r.release = nil, false
 		r.p.mu.Unlock()
 		posts.Go(func() {
-			r.post(s, frames)
+			r.post(s, frames, release)
 			<-free
 		})
 	}
 }
 
-func (r *promoter) post(s *stream, frames []uint32) {
+func (r *promoter) post(s *stream, frames []uint32, release bool) {
 	p := r.p
-	if len(frames) == 0 {
+	if len(frames) == 0 && !release {
 		return
 	}
-	err := p.opts.Client.Post(p.ctx, bundle.PromotePath, bundle.Promotion{Stream: s.id, Frames: frames}, nil)
+	err := p.opts.Client.Post(p.ctx, bundle.PromotePath, bundle.Promotion{Stream: s.id, Frames: frames, Release: release}, nil)
 	if err == nil {
 		p.promotions.Add(int64(len(frames)))
 		return
@@ -184,7 +192,7 @@ func (r *promoter) post(s *stream, frames []uint32) {
 	if p.ctx.Err() != nil {
 		return
 	}
-	p.log.Warn("promotion failed", "stream", s.id, "frames", len(frames), "error", err)
+	p.log.Warn("promotion failed", "stream", s.id, "frames", len(frames), "release", release, "error", err)
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for _, f := range frames {

@@ -147,6 +147,7 @@ type script struct {
 	pages   func(frame int, data []byte) []byte // what is sent of the frames of startup sets
 	lie     bool                                // about the bytes of the first page run that is no content
 	early   func()                              // called before the plan
+	noHold  bool                                // the server knows no holds
 }
 
 // server is a fake server on a network of pipes.
@@ -163,7 +164,8 @@ type server struct {
 	frames     int // sent, of all streams
 	pages      int // frames of startup sets, the same
 	promotions [][]uint32
-	sent       []segment.ID // of all streams
+	holds      []time.Duration // of the requests
+	sent       []segment.ID    // of all streams
 	// encoded are frames by the IDs of their segments, or by their digest: on a loaded machine a stream
 	// would stall, over and over, while they are made.
 	encoded map[string][]byte
@@ -174,7 +176,35 @@ type server struct {
 type serving struct {
 	mu       sync.Mutex
 	promoted []uint32
+	released bool
 	arrived  chan struct{} // a promotion did
+	changed  chan struct{} // the same; of one that waits in hold
+}
+
+// hold sends what is promoted, and nothing else, until there is a release, or for
+// so long.
+func (s *serving) hold(ctx context.Context, most time.Duration, send func(frame uint32)) {
+	over := time.NewTimer(most)
+	defer over.Stop()
+	for {
+		s.mu.Lock()
+		promoted, released := s.promoted, s.released
+		s.promoted = nil
+		s.mu.Unlock()
+		for _, f := range promoted {
+			send(f)
+		}
+		if released {
+			return
+		}
+		select {
+		case <-s.changed:
+		case <-over.C:
+			return
+		case <-ctx.Done():
+			return
+		}
+	}
 }
 
 func newServer(images ...*image) *server {
@@ -221,7 +251,12 @@ func (s *server) pull(w http.ResponseWriter, r *http.Request) {
 		sc = s.scripts[n]
 	}
 	id := fmt.Sprintf("stream%d", n)
-	serving := &serving{arrived: make(chan struct{}, 100)}
+	serving := &serving{arrived: make(chan struct{}, 100), changed: make(chan struct{}, 1)}
+	hold, err := bundle.ParseHold(r.URL.Query())
+	if err != nil {
+		panic(err)
+	}
+	s.holds = append(s.holds, hold)
 	s.running[id] = serving
 	s.mu.Unlock()
 	defer func() {
@@ -259,9 +294,11 @@ func (s *server) pull(w http.ResponseWriter, r *http.Request) {
 	}
 	leave := map[segment.ID]bool{}
 	maps.Copy(leave, sc.leave)
+	traced := false
 	for i, m := range images {
 		if req.Images[i].Startup {
 			s.startup(out, i, m, req, sc, leave)
+			traced = true
 		}
 	}
 	if sc.early != nil {
@@ -296,13 +333,16 @@ func (s *server) pull(w http.ResponseWriter, r *http.Request) {
 			data = slices.Clone(data)
 			data[len(data)*2/3] ^= 0x40
 		}
-		out.Frame(f, data)
-		out.Flush()
 		s.mu.Lock()
 		s.sent = append(s.sent, frames[f].ids...)
 		s.frames++
 		s.mu.Unlock()
+		out.Frame(f, data)
+		out.Flush()
 		pos++
+	}
+	if traced && !sc.noHold && len(frames) > 0 {
+		serving.hold(r.Context(), hold, send)
 	}
 	for _, f := range order {
 		if sc.before != nil {
@@ -509,7 +549,9 @@ func (s *server) promote(w http.ResponseWriter, r *http.Request) {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.promotions = append(s.promotions, p.Frames)
+	if len(p.Frames) > 0 {
+		s.promotions = append(s.promotions, p.Frames)
+	}
 	stream := s.running[p.Stream]
 	if stream == nil {
 		http.NotFound(w, r)
@@ -517,8 +559,15 @@ func (s *server) promote(w http.ResponseWriter, r *http.Request) {
 	}
 	stream.mu.Lock()
 	stream.promoted = append(stream.promoted, p.Frames...)
+	stream.released = stream.released || p.Release
 	stream.mu.Unlock()
-	stream.arrived <- struct{}{}
+	if len(p.Frames) > 0 {
+		stream.arrived <- struct{}{}
+	}
+	select {
+	case stream.changed <- struct{}{}:
+	default:
+	}
 	w.WriteHeader(http.StatusNoContent)
 }
 

@@ -11,7 +11,6 @@ import (
 	"strings"
 	"sync"
 	"testing"
-	"time"
 
 	"github.com/google/go-cmp/cmp"
 	"pgregory.net/rapid"
@@ -363,66 +362,5 @@ func TestStartupWithoutTOC(t *testing.T) {
 		if err := Start(t.Context(), o).Wait(); err == nil || !strings.Contains(err.Error(), "no TOC") {
 			t.Errorf("without the TOC: %v", err)
 		}
-	})
-}
-
-// TestHold: what comes after a startup set waits for the end of the start, or for
-// a read that needs it.
-func TestHold(t *testing.T) {
-	for name, end := range map[string]func(p *Pull, a *arena.Arena, absent int64) error{
-		"released": func(p *Pull, _ *arena.Arena, _ int64) error { p.Release(); return nil },
-		"needed": func(p *Pull, a *arena.Arena, absent int64) error {
-			return p.Need(context.Background(), a, absent, 4096)
-		},
-	} {
-		t.Run(name, func(t *testing.T) {
-			m, _, large, _ := startupImage(t)
-			with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
-				c := s.client(t, ClientOptions{})
-				defer c.Close()
-				o := startupOptions(w, c, 1)
-				o.Hold = time.Hour
-				early := make(chan Startup, 1)
-				o.Early = func(s Startup) { early <- s }
-				p := Start(t.Context(), o)
-				<-early
-				a := w.arena(t, m)
-				at, _ := a.Layout().Offset(int(large))
-				if a.Present(at, 4096) {
-					t.Fatal("the test wants a page that is in no set")
-				}
-				select {
-				case <-p.done:
-					t.Error("it did not wait")
-				case <-time.After(50 * time.Millisecond):
-				}
-				if a.Present(at, 4096) {
-					t.Error("frames were written while they were to wait")
-				}
-				if err := end(p, a, at); err != nil {
-					t.Error(err)
-				}
-				if err := p.Wait(); err != nil {
-					t.Fatal(err)
-				}
-				w.check()
-			})
-		})
-	}
-}
-
-// TestHoldWithoutSet: there is nothing to wait for.
-func TestHoldWithoutSet(t *testing.T) {
-	m, _, _, _ := startupImage(t)
-	m.startup = nil
-	with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
-		c := s.client(t, ClientOptions{})
-		defer c.Close()
-		o := startupOptions(w, c, 1)
-		o.Hold = time.Hour
-		if err := Start(t.Context(), o).Wait(); err != nil {
-			t.Fatal(err)
-		}
-		w.check()
 	})
 }

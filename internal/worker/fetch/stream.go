@@ -8,7 +8,6 @@ import (
 	"slices"
 	"sort"
 	"sync"
-	"time"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/format/segment"
@@ -29,6 +28,7 @@ type stream struct {
 	bases []int     // the number in the plan of each one's first segment
 	plan  *bundle.Plan
 	sets  map[int]*set // startup sets, by index in the request
+	hold  bool         // the server was asked to hold the plan's frames back
 	// foreign are planned segments whose own arena has no place for them. They
 	// may have one in another arena, or be there for nobody.
 	foreign map[uint32]toc.Segment
@@ -57,14 +57,15 @@ func (p *Pull) stream(stalls int) (err error) {
 	ctx, cancel := context.WithCancelCause(p.ctx)
 	defer cancel(nil)
 	req := p.request()
-	resp, err := p.opts.Client.post(ctx, bundle.PullPath, &req)
+	req.Hold = p.holdLeft()
+	resp, err := p.opts.Client.pull(ctx, &req)
 	if err != nil {
 		return err
 	}
 	defer resp.Close()
 	resp.moved = &p.moved
 	resp.most = min(resp.most<<stalls, max(resp.most, p.opts.GiveUp/2))
-	s := &stream{p: p, cancel: cancel, frameOf: make(map[*arena.Arena][]uint32)}
+	s := &stream{p: p, cancel: cancel, hold: req.Hold > 0, frameOf: make(map[*arena.Arena][]uint32)}
 	err = s.read(ctx, resp, &req)
 	// What has been read may still be on its way to the arenas; the next
 	// request must know it.
@@ -111,7 +112,7 @@ func (s *stream) end() {
 	defer s.p.mu.Unlock()
 	s.ended = true
 	if s.p.current == s {
-		s.p.current = nil
+		s.p.current, s.p.hold.on = nil, false
 	}
 }
 
@@ -155,9 +156,6 @@ func (s *stream) read(ctx context.Context, resp io.Reader, req *bundle.Request) 
 				return err
 			}
 		case *bundle.Frame:
-			if err := s.hold(ctx); err != nil {
-				return err
-			}
 			s.arrived(v.Index)
 			j := job{stream: s, frame: v.Index, data: v.Data, buffer: held}
 			held = nil
@@ -165,33 +163,6 @@ func (s *stream) read(ctx context.Context, resp io.Reader, req *bundle.Request) 
 				return err
 			}
 		}
-	}
-}
-
-// hold waits as Options.Hold says. It is the reader of the stream that waits, so
-// that nothing piles up here.
-func (s *stream) hold(ctx context.Context) error {
-	p := s.p
-	p.mu.Lock()
-	// A set that was not traced lacks more, and what follows it is likely to
-	// have that.
-	traced := p.origin == bundle.OriginTraced
-	p.mu.Unlock()
-	if p.opts.Hold <= 0 || p.pagesTotal.Load() == 0 || !traced {
-		return nil
-	}
-	select {
-	case <-p.released:
-		return nil
-	default:
-	}
-	timer := time.AfterFunc(p.opts.Hold, p.Release)
-	defer timer.Stop()
-	select {
-	case <-p.released:
-		return nil
-	case <-ctx.Done():
-		return context.Cause(ctx)
 	}
 }
 
@@ -335,6 +306,7 @@ func (s *stream) planned(ctx context.Context, plan *bundle.Plan) error {
 	}
 	s.state = make([]frameState, len(plan.Frames))
 	p.current = s
+	s.beginHold()
 	p.planOnce.Do(func() { close(p.planned) })
 	p.promoteWaiting()
 	return nil

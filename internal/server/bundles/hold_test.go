@@ -1,0 +1,164 @@
+package bundles_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"slices"
+	"testing"
+	"time"
+
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+
+	"hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/server/objects"
+	"hydrofoil.dev/foil/internal/server/planner/plannertest"
+)
+
+// holding is a stream that has come as far as its plan.
+type holding struct {
+	*bundle.Reader
+	stream string
+	frames uint32
+}
+
+// holding asks for an image of 20 files, with the set of a service that touches
+// two of them; release: before its plan has come.
+func (s *server) holding(t *testing.T, req *bundle.Request, release bool) *holding {
+	t.Helper()
+	req.Versions = []int{bundle.Version}
+	resp := s.post(t, context.Background(), bundle.PullPath+"?"+req.Query().Encode(), req)
+	if resp.StatusCode != http.StatusOK {
+		t.Fatal(resp.Status)
+	}
+	h := &holding{Reader: bundle.NewReader(resp.Body, bundle.ReaderOptions{Request: req})}
+	for {
+		section, err := h.Next()
+		if err != nil {
+			t.Fatal(err)
+		}
+		switch v := section.(type) {
+		case *bundle.Hello:
+			h.stream = v.Stream
+			if release {
+				s.promotion(t, bundle.Promotion{Stream: h.stream, Release: true})
+			}
+		case *bundle.Plan:
+			h.frames = uint32(len(v.Frames))
+			return h
+		}
+	}
+}
+
+func (s *server) promotion(t *testing.T, p bundle.Promotion) {
+	t.Helper()
+	if resp := s.post(t, context.Background(), bundle.PromotePath, p); resp.StatusCode != http.StatusNoContent {
+		t.Fatal(resp.Status)
+	}
+}
+
+// next returns the next frame.
+func (h *holding) next(t *testing.T) uint32 {
+	t.Helper()
+	section, err := h.Next()
+	if err != nil {
+		t.Fatal(err)
+	}
+	f, ok := section.(*bundle.Frame)
+	if !ok {
+		t.Fatalf("a section %T", section)
+	}
+	return f.Index
+}
+
+// rest reads to the end, and wants all frames that are not in got.
+func (h *holding) rest(t *testing.T, got ...uint32) {
+	t.Helper()
+	for range int(h.frames) - len(got) {
+		got = append(got, h.next(t))
+	}
+	slices.Sort(got)
+	if len(slices.Compact(got)) != int(h.frames) {
+		t.Errorf("frames %v", got)
+	}
+	if section, err := h.Next(); !errors.Is(err, io.EOF) {
+		t.Errorf("%T, %v", section, err)
+	}
+}
+
+// TestHold: what was asked to be held back is, but for what is promoted.
+func TestHold(t *testing.T) {
+	dir, err := objects.OpenDir(t.TempDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	over2 := start(t, dir)
+	files := plannertest.Files{}
+	for i := range 20 {
+		files[fmt.Sprintf("/f%02d", i)] = text(uint64(10+i), 200_000)
+	}
+	_, x := over2.image(t, "app", "1", files, ocispec.ImageConfig{})
+	over2.record(t, "app", "1", x, []string{"serve"}, pagesOf(t, x, "/f00", 0, 0), pagesOf(t, x, "/f01", 0, 10))
+	taken, _ := direct(t, over2.World)
+	for name, s := range map[string]*server{"HTTP/2": over2, "connection taken over": taken} {
+		t.Run(name, func(t *testing.T) {
+			ask := func(hold time.Duration) *bundle.Request {
+				req := startupRequest("app", "1", []string{"serve"})
+				req.Hold = hold
+				return req
+			}
+			t.Run("released", func(t *testing.T) {
+				h := s.holding(t, ask(time.Hour), false)
+				var got []uint32
+				// Their neighbours in the pack do not come along.
+				for _, f := range []uint32{h.frames - 4, 3, h.frames - 2, 4} {
+					s.promotion(t, bundle.Promotion{Stream: h.stream, Frames: []uint32{f}})
+					if n := h.next(t); n != f {
+						t.Fatalf("frame %d, promoted was %d", n, f)
+					}
+					got = append(got, f)
+				}
+				s.promotion(t, bundle.Promotion{Stream: h.stream, Frames: []uint32{h.frames - 1}, Release: true})
+				if n := h.next(t); n != h.frames-1 {
+					t.Errorf("frame %d, promoted was %d", n, h.frames-1)
+				}
+				h.rest(t, append(got, h.frames-1)...)
+			})
+			t.Run("released before", func(t *testing.T) { s.holding(t, ask(time.Hour), true).rest(t) })
+			t.Run("for some time", func(t *testing.T) { s.holding(t, ask(10*time.Millisecond), false).rest(t) })
+			t.Run("all promoted", func(t *testing.T) {
+				h := s.holding(t, ask(time.Hour), false)
+				var all []uint32
+				for f := range h.frames {
+					all = append(all, f)
+				}
+				s.promotion(t, bundle.Promotion{Stream: h.stream, Frames: all})
+				h.rest(t)
+			})
+			t.Run("no set", func(t *testing.T) {
+				req := ask(time.Hour)
+				req.Images[0].Startup = false
+				s.holding(t, req, false).rest(t)
+			})
+			t.Run("a set that was not traced", func(t *testing.T) {
+				req := ask(time.Hour)
+				req.Images[0].Entrypoint = []string{"another"}
+				s.holding(t, req, false).rest(t)
+			})
+			t.Run("a header only", func(t *testing.T) {
+				req := ask(time.Hour)
+				req.Images[0].Header = true
+				s.holding(t, req, false).rest(t)
+			})
+		})
+	}
+	for _, hold := range []string{"soon", "-1s"} {
+		req := startupRequest("app", "1", []string{"serve"})
+		req.Versions = []int{bundle.Version}
+		if resp := over2.post(t, context.Background(), bundle.PullPath+"?hold="+hold, req); resp.StatusCode != http.StatusBadRequest {
+			t.Errorf("hold=%s: %s", hold, resp.Status)
+		}
+	}
+}

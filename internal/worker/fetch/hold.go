@@ -1,0 +1,133 @@
+package fetch
+
+import (
+	"time"
+
+	"hydrofoil.dev/foil/internal/format/bundle"
+)
+
+// After a startup set that was traced, a start needs next to nothing: what follows would
+// only compete with it for the processors and the disk, and be in the way of
+// the page that is missing all the same, which waits for everything that is on
+// the line and in buffers before it. So the server is asked to hold back what is
+// not promoted (bundle.Request.Hold), and a miss costs one round trip.
+//
+// It costs one each time, and who misses once will miss again nearby: a file read from
+// one end to the other, the tables of a large program. While a miss is on its way the
+// line has nothing else to do. So from the second one on it brings along what lies around it, twice as much each
+// time; and a start that misses mostMisses times is one that is faster when all comes.
+const (
+	mostMisses  = 7
+	firstAround = 256 << 10 // bytes of frames, with the second miss
+)
+
+// hold is what Options.Hold has become. p.mu guards it.
+type hold struct {
+	on       bool // the current stream holds back what is not promoted, unless the server knows no holds
+	released bool
+	ends     time.Time   // once it has begun, in whichever stream
+	timer    *time.Timer // calls Release then
+	misses   int
+}
+
+// Release ends what Options.Hold does, before it has begun as well.
+func (p *Pull) Release() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.release()
+}
+
+// release is Release with p.mu held.
+func (p *Pull) release() {
+	h := &p.hold
+	if h.on {
+		p.promoter.add(p.current, true)
+	}
+	h.on, h.released = false, true
+}
+
+// holdLeft is for how long the server is to hold in the next stream.
+func (p *Pull) holdLeft() time.Duration {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	switch {
+	case p.hold.released:
+		return 0
+	case p.hold.ends.IsZero():
+		return p.opts.Hold
+	}
+	return max(0, time.Until(p.hold.ends))
+}
+
+// beginHold notes that the server holds, now that a stream's plan is here. p.mu is
+// held.
+func (s *stream) beginHold() {
+	h := &s.p.hold
+	if !s.hold || !s.traced() {
+		return
+	}
+	h.on = true
+	if h.released {
+		s.p.release()
+		return
+	}
+	if h.ends.IsZero() {
+		h.ends = time.Now().Add(s.p.opts.Hold)
+		h.timer = time.AfterFunc(s.p.opts.Hold, s.p.Release)
+	}
+}
+
+// traced reports whether one of the stream's startup sets was: only then the
+// server holds. One that was not lacks more, and what follows it is likely to
+// have that.
+func (s *stream) traced() bool {
+	for _, set := range s.sets {
+		if set.Origin == bundle.OriginTraced {
+			return true
+		}
+	}
+	return false
+}
+
+// missed counts a read for which something had to be promoted, and does what is to
+// be done for the next one. p.mu is held.
+func (p *Pull) missed(r *reading) {
+	h := &p.hold
+	if !h.on {
+		return
+	}
+	switch h.misses++; {
+	case h.misses >= mostMisses:
+		p.release()
+	case h.misses > 1:
+		p.current.around(r, firstAround<<(h.misses-2))
+	}
+}
+
+// around promotes what lies next to what a read waits for in its arena, about so
+// many bytes of frames: in the file, and in the files next to it. p.mu is held.
+func (s *stream) around(r *reading, most int64) {
+	frameOf := s.frameOf[r.arena]
+	first, end := r.arena.Layout().SegmentsIn(r.off, r.n)
+	for before, after := first-1, end; before >= 0 || after < len(frameOf); before, after = before-1, after+1 {
+		for _, i := range [...]int{after, before} {
+			if i < 0 || i >= len(frameOf) || frameOf[i] == noFrame || s.state[frameOf[i]] != 0 {
+				continue
+			}
+			s.promote(frameOf[i])
+			if most -= int64(s.plan.Frames[frameOf[i]].MaxLength); most <= 0 {
+				return
+			}
+		}
+	}
+}
+
+// endHold ends it when the pull has.
+func (p *Pull) endHold() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.hold.released = true
+	if p.hold.timer != nil {
+		p.hold.timer.Stop()
+	}
+}
