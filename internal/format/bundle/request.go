@@ -56,9 +56,8 @@ type Request struct {
 	// Hold, at most MaxHold, has the server send of the plan only what is promoted,
 	// after startup sets of which one was traced, until so much time has passed or
 	// Promotion.Release comes: what a start lacks all the same then has the line for
-	// itself. It is not in the JSON but in the query, since a server refuses a
-	// request with fields that it does not know, and one that does not know of it may as well
-	// send: see Query.
+	// itself. It is not in the JSON but in the query (see Query): a server refuses
+	// fields that it does not know, and one that knows no holds need not refuse.
 	Hold time.Duration `json:"-"`
 }
 

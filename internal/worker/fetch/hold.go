@@ -12,14 +12,16 @@ import (
 // the line and in buffers before it. So the server is asked to hold back what is
 // not promoted (bundle.Request.Hold), and a miss costs one round trip.
 //
-// It costs one each time, and who misses once will miss again nearby: a file read from
-// one end to the other, the tables of a large program. While a miss is on its way the
-// line has nothing else to do. So from the second one on it brings along what lies around it, twice as much each
-// time; and a start that misses mostMisses times is one that is faster when all comes.
-const (
-	mostMisses  = 7
-	firstAround = 256 << 10 // bytes of frames, with the second miss
-)
+// It costs one each time, and who misses once is likely to miss again nearby: a file
+// that is read from one end to the other, the tables of a large program. The line
+// has nothing else to do before the next miss. So what lies around a miss comes
+// after it; and with the last of them all comes: a start that misses so much
+// (a Go program does, in tables that its garbage collector looks into) would wait for longer, a round trip each
+// time, than it takes to bring the rest of the file.
+
+// around is how much comes with the misses of a start, bytes of frames; with the one after
+// them the hold ends.
+var around = [...]int64{256 << 10, 2 << 20}
 
 // hold is what Options.Hold has become. p.mu guards it.
 type hold struct {
@@ -96,12 +98,12 @@ func (p *Pull) missed(r *reading) {
 	if !h.on {
 		return
 	}
-	switch h.misses++; {
-	case h.misses >= mostMisses:
+	if h.misses == len(around) {
 		p.release()
-	case h.misses > 1:
-		p.current.around(r, firstAround<<(h.misses-2))
+		return
 	}
+	p.current.around(r, around[h.misses])
+	h.misses++
 }
 
 // around promotes what lies next to what a read waits for in its arena, about so

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"hydrofoil.dev/foil/internal/kernel"
+	"hydrofoil.dev/foil/internal/worker/api"
 	"hydrofoil.dev/foil/internal/worker/fetch"
 )
 
@@ -186,23 +187,30 @@ func (p *pull) isReady() {
 	}
 }
 
-// holdMost is how long what comes after the startup set waits for a container to
-// become ready: long enough for most, short enough for a link not to lie idle for
-// those that take minutes.
-const holdMost = 10 * time.Second
+// holdProbed is how long the server holds back what comes after the startup set for a
+// container to become ready: long enough for most, short enough for a link not to
+// lie idle for those that take minutes. holdStarted is for one of which nobody will say that it is
+// ready: containerd starts it as soon as the image is mounted.
+const (
+	holdProbed  = 10 * time.Second
+	holdStarted = 2 * time.Second
+)
 
-// hold is how long it does: not at all when nobody will say that it is ready, or
-// somebody has.
+// hold is how long it does: not at all when nothing is about to be started, or somebody
+// has said that it is ready.
 func (p *pull) hold() time.Duration {
 	select {
 	case <-p.ready:
 		return 0
 	default:
 	}
-	if !p.req.Probed {
-		return 0
+	switch {
+	case p.req.Probed:
+		return holdProbed
+	case p.early != nil || p.req.Until == api.Mounted:
+		return holdStarted
 	}
-	return holdMost
+	return 0
 }
 
 // wantsStartup reports whether a pull asks for a startup set.
