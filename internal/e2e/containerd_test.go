@@ -15,6 +15,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -27,6 +28,7 @@ import (
 
 	"hydrofoil.dev/foil/internal/kernel"
 	"hydrofoil.dev/foil/internal/server/layer/layertest"
+	"hydrofoil.dev/foil/internal/worker/api"
 	"hydrofoil.dev/foil/internal/worker/snapshotter"
 )
 
@@ -268,10 +270,11 @@ func (c *containerd) cri(call func(context.Context, cri.ImageServiceClient) erro
 	return call(ctx, cri.NewImageServiceClient(conn))
 }
 
-// run is `ctr run` of one command in a new container.
+// run is `ctr run` of one command in a new container. All containerds of a host
+// name their containers to one runc: the process ID tells tests apart.
 func (c *containerd) run(t testing.TB, ref, id, script string) string {
 	t.Helper()
-	return c.ctr(t, "run", "--rm", "--snapshotter", "hydrofoil", ref, id, "/bin/sh", "-c", script)
+	return c.ctr(t, "run", "--rm", "--snapshotter", "hydrofoil", ref, fmt.Sprint(id, "-", os.Getpid()), "/bin/sh", "-c", script)
 }
 
 // snapshot is what containerd says of one.
@@ -350,12 +353,12 @@ func TestContainerdRunsAnImageThatIsOnItsWay(t *testing.T) {
 func testContainerdRunsAnImageThatIsOnItsWay(t *testing.T, v containerdVersion) {
 	needBusybox(t)
 	s := startServer(t, t.TempDir())
-	img := runnable(t, 200, 30_000)
+	img := runnable(t, 80, 75_000)
 	slow := newLink(t, s.addr, 0)
-	slow.stallAfter(2 << 20)
+	slow.stallAfter(3 << 20) // what a shell starts with, and no more than half
 	ref := slow.via(s.push("app", "1", img))
 	w := startWorker(t, workerRoot(t))
-	c := startContainerd(t, v, w)
+	c, long := startContainerd(t, v, w), unique(t)
 
 	c.pull(t, ref)
 	if images, err := w.client.Images(t.Context()); err != nil || len(images) != 1 || images[0].State != "pulling" {
@@ -366,25 +369,22 @@ func testContainerdRunsAnImageThatIsOnItsWay(t *testing.T, v containerdVersion) 
 			t.Errorf("containerd fetched layer %s", l.Descriptor().Digest)
 		}
 	}
+	checkFigures(t, c, w, ref, img, false)
 	slow.open()
 	if got, want := c.run(t, ref, "one", dataSums), wantData(t, img); got != want {
 		t.Errorf("a container on the image that was on its way read\n%s\nwant\n%s", got, want)
 	}
-	names := c.names(t)
-	if len(names) != 2 {
-		t.Fatalf("committed snapshots: %q, want one for each of the 2 layers", names)
-	}
-	for _, n := range names {
+	for _, n := range c.names(t) {
 		if got := c.info(t, n).Labels[snapshotter.LabelPath]; got != snapshotter.PathLazy {
 			t.Errorf("snapshot %s took the path %q", n, got)
 		}
 	}
 
 	// A restart of the daemon while a container runs.
-	c.ctr(t, "run", "--detach", "--snapshotter", "hydrofoil", ref, "long", "/bin/sh", "-c", "sleep 1000")
+	c.ctr(t, "run", "--detach", "--snapshotter", "hydrofoil", ref, long, "/bin/sh", "-c", "sleep 1000")
 	w.kill()
 	w2 := startWorker(t, w.root)
-	if got := c.ctr(t, "task", "exec", "--exec-id", "x", "long", "/bin/sh", "-c", dataSums); got != wantData(t, img) {
+	if got := c.ctr(t, "task", "exec", "--exec-id", "x", long, "/bin/sh", "-c", dataSums); got != wantData(t, img) {
 		t.Errorf("after the daemon was killed a container read\n%s", got)
 	}
 	eventually(t, "containerd reaches the new daemon", func() error {
@@ -408,35 +408,33 @@ func testContainerdRunsAnImageThatIsOnItsWay(t *testing.T, v containerdVersion) 
 		t.Errorf("an update with a new file of 100 kB moved %d bytes", moved)
 	}
 
-	// statfs tells of the filesystem that holds what the container writes.
-	var on syscall.Statfs_t
-	if err := syscall.Statfs(w2.root, &on); err != nil {
-		t.Fatal(err)
+	// The disk: what is used is counted, and freed with the images.
+	if err := c.tryRemove(ref2); err != nil {
+		t.Error(err)
 	}
-	if got, want := strings.TrimSpace(c.run(t, ref, "statfs", "/bin/busybox stat -f -c '%b %S %c' /")), fmt.Sprintf("%d %d %d", on.Blocks, on.Frsize, on.Files); got != want {
-		t.Errorf("statfs in a container: blocks, their size and inodes are %s, want %s", got, want)
-	}
-
-	// The disk: what is used is counted, and freed with the image.
-	usage := c.ctr(t, "snapshots", "--snapshotter", "hydrofoil", "usage", "-b", names[0], names[1])
-	t.Logf("usage:\n%s", usage)
+	eventually(t, "the updated image is gone from the worker", func() error {
+		if refs := w2.imageRefs(); len(refs) != 1 {
+			return fmt.Errorf("it has %q", refs)
+		}
+		return nil
+	})
+	w2.mustPull(w2.imageRefs()[0], api.Complete)
+	checkFigures(t, c, w2, ref, img, true)
 	for _, name := range w2.imageRefs() {
 		if _, _, code := command(t, "rm", "--root", w2.root, name); code == 0 {
 			t.Errorf("foil rm removed the image %s, which containerd uses", name)
 		}
 	}
-	c.ctr(t, "task", "kill", "--signal", "SIGKILL", "long")
+	c.ctr(t, "task", "kill", "--signal", "SIGKILL", long)
 	eventually(t, "the container is gone", func() error {
-		if _, err := c.tryCtr("task", "rm", "long"); err != nil && !strings.Contains(err.Error(), "not found") {
+		if _, err := c.tryCtr("task", "rm", long); err != nil && !strings.Contains(err.Error(), "not found") {
 			return err
 		}
-		_, err := c.tryCtr("containers", "rm", "long")
+		_, err := c.tryCtr("containers", "rm", long)
 		return err
 	})
-	for _, ref := range []string{ref, ref2} {
-		if err := c.tryRemove(ref); err != nil {
-			t.Error(err)
-		}
+	if err := c.tryRemove(ref); err != nil {
+		t.Error(err)
 	}
 	// CRI does not wait for containerd's collector of garbage.
 	eventually(t, "the images are gone from the worker", func() error {
@@ -449,6 +447,100 @@ func testContainerdRunsAnImageThatIsOnItsWay(t *testing.T, v containerdVersion) 
 	if err != nil || len(left) > 0 {
 		t.Errorf("left after the images were removed: %q, %v", left, err)
 	}
+}
+
+// checkFigures compares what everybody says of the only image, of two layers, with
+// what is there: containerd's usage, foil images, foil status, and df in a container.
+func checkFigures(t testing.TB, c *containerd, w *worker, ref string, img image, complete bool) {
+	t.Helper()
+	var on syscall.Statfs_t
+	if err := syscall.Statfs(w.root, &on); err != nil {
+		t.Fatal(err)
+	}
+	// It also waits until what a shell starts with is here.
+	df := strings.TrimSpace(c.run(t, ref, "df", "/bin/busybox stat -f -c '%b %S %c' /"))
+	if want := fmt.Sprintf("%d %d %d", on.Blocks, on.Frsize, on.Files); df != want {
+		t.Errorf("statfs in a container: blocks, their size and inodes are %s, want %s, of the filesystem that holds what the container writes", df, want)
+	}
+
+	var total int64
+	err := filepath.WalkDir(unpack(t, img), func(_ string, d os.DirEntry, err error) error {
+		if err != nil || !d.Type().IsRegular() {
+			return err
+		}
+		info, err := d.Info()
+		if err == nil {
+			total += info.Size()
+		}
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var shown api.Image
+	out, errs, _ := command(t, "images", "--root", w.root, "--json")
+	if err := json.Unmarshal([]byte(out), &shown); err != nil {
+		t.Fatalf("foil images: %v\n%s%s", err, out, errs)
+	}
+	state := "pulling"
+	if complete {
+		state = "complete"
+	}
+	here := shown.ContentHere
+	if shown.State != state || shown.ContentTotal != total || here <= 0 || (here == total) != complete {
+		t.Errorf("foil images says %+v, want it %s with contents of %d bytes", shown, state, total)
+	}
+	var status api.Status
+	out, errs, _ = command(t, "status", "--root", w.root, "--json")
+	if err := json.Unmarshal([]byte(out), &status); err != nil {
+		t.Fatalf("foil status: %v\n%s%s", err, out, errs)
+	}
+	for _, p := range status.Pulls {
+		if p.Ref == shown.Ref && (p.ContentTotal != total || p.ContentHere < here || (p.ContentHere == total) != complete) {
+			t.Errorf("foil status says %+v, want %d of %d bytes here, or more", p, here, total)
+		}
+	}
+	if !complete && len(status.Pulls) != 1 {
+		t.Errorf("foil status has the pulls %+v, want one", status.Pulls)
+	}
+
+	names := c.names(t)
+	if len(names) != 2 {
+		t.Fatalf("committed snapshots: %q, want one for each of the 2 layers", names)
+	}
+	eventually(t, "containerd's usage is what is on the disk", func() error {
+		var disk, said int64
+		rootfs, err := os.ReadDir(filepath.Dir(w.mountOf(shown.Ref)))
+		if err != nil {
+			return err
+		}
+		for _, e := range rootfs {
+			info, err := e.Info()
+			if err != nil {
+				return err
+			}
+			if info.Mode().IsRegular() {
+				disk += info.Sys().(*syscall.Stat_t).Blocks * 512
+			}
+		}
+		out, err := c.tryCtr("snapshots", "--snapshotter", "hydrofoil", "usage", "-b", names[0], names[1])
+		if err != nil {
+			return err
+		}
+		for line := range strings.Lines(out) {
+			if f := strings.Fields(line); len(f) == 3 && f[0] != "KEY" {
+				n, err := strconv.ParseInt(f[1], 10, 64)
+				if err != nil {
+					return err
+				}
+				said += n
+			}
+		}
+		if said != disk || said < here || !complete && said >= total {
+			return fmt.Errorf("containerd says that the image takes %d bytes; its files take %d, and %d of %d bytes are here", said, disk, here, total)
+		}
+		return nil
+	})
 }
 
 func (w *worker) imageRefs() (refs []string) {
