@@ -271,10 +271,22 @@ func (c *containerd) cri(call func(context.Context, cri.ImageServiceClient) erro
 }
 
 // run is `ctr run` of one command in a new container. All containerds of a host
-// name their containers to one runc: the process ID tells tests apart.
+// name their containers to one runc: the process ID tells tests apart. The output
+// goes to a file, since ctr may lose that of a short command.
 func (c *containerd) run(t testing.TB, ref, id, script string) string {
 	t.Helper()
-	return c.ctr(t, "run", "--rm", "--snapshotter", "hydrofoil", ref, fmt.Sprint(id, "-", os.Getpid()), "/bin/sh", "-c", script)
+	dir, err := os.MkdirTemp("", "foil-said-")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer os.RemoveAll(dir)
+	c.ctr(t, "run", "--rm", "--snapshotter", "hydrofoil", "--mount", "type=bind,src="+dir+",dst=/said,options=rbind:rw",
+		ref, fmt.Sprint(id, "-", os.Getpid()), "/bin/sh", "-c", "{ "+script+"\n} >/said/out")
+	out, err := os.ReadFile(filepath.Join(dir, "out"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(out)
 }
 
 // snapshot is what containerd says of one.
