@@ -12,6 +12,7 @@ import (
 	"strings"
 	"testing"
 	"testing/iotest"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/opencontainers/go-digest"
@@ -89,6 +90,7 @@ func newFixture() *fixture {
 	f := &fixture{
 		req: &bundle.Request{
 			Versions: []int{bundle.Version},
+			Hold:     10 * time.Second,
 			Images: []bundle.ImageRequest{
 				{Repository: "r", Reference: string(a.Chosen.Digest)},
 				{Repository: "r", Reference: "tag"},
@@ -412,6 +414,8 @@ func TestDecodeRequest(t *testing.T) {
 		"newer version": `{"versions":[2],"images":[{"repository":"a","reference":"b"}]}`,
 		"no repository": `{"versions":[1],"images":[{"reference":"b"}]}`,
 		"bad digest":    `{"versions":[1],"images":[{"repository":"a","reference":"b"}],"have":[{"chain_id":"x","toc":"y"}]}`,
+		"long hold":     `{"versions":[1],"images":[{"repository":"a","reference":"b"}],"hold":30000000001}`,
+		"negative hold": `{"versions":[1],"images":[{"repository":"a","reference":"b"}],"hold":-1}`,
 		"two":           `{"versions":[1],"images":[{"repository":"a","reference":"b"}]}{}`,
 	} {
 		if _, err := bundle.DecodeRequest([]byte(body)); err == nil {

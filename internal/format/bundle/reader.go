@@ -432,6 +432,9 @@ func DecodeRequest(b []byte) (*Request, error) {
 	if n := len(req.Have); n > MaxHave {
 		return nil, fmt.Errorf("bundle request: %d rootfs are here, at most %d", n, MaxHave)
 	}
+	if req.Hold < 0 || req.Hold > MaxHold {
+		return nil, fmt.Errorf("bundle request: hold for %v, at most %v", req.Hold, MaxHold)
+	}
 	for _, m := range req.Images {
 		if m.Repository == "" || m.Reference == "" {
 			return nil, errors.New("bundle request: an image without repository or reference")

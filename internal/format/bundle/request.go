@@ -1,8 +1,6 @@
 package bundle
 
 import (
-	"fmt"
-	"net/url"
 	"slices"
 	"time"
 
@@ -54,39 +52,15 @@ type Request struct {
 	// that has ended, or is not known, is none.
 	Ahead string `json:"ahead,omitempty"`
 	// Hold, at most MaxHold, has the server send of the plan only what is promoted,
-	// after startup sets of which one was traced, until so much time has passed or
-	// Promotion.Release comes: what a start lacks all the same then has the line for
-	// itself. It is not in the JSON but in the query (see Query): a server refuses
-	// fields that it does not know, and one that knows no holds need not refuse.
-	Hold time.Duration `json:"-"`
+	// after a startup set of the service itself (see Held), until so much time has
+	// passed or Promotion.Release comes: what a start lacks all the same then has the
+	// line for itself. Nanoseconds.
+	Hold time.Duration `json:"hold,omitempty"`
 }
 
 // MaxHold bounds Request.Hold: a server does not keep a stream's plan for longer that
 // nothing is sent of.
 const MaxHold = 30 * time.Second
-
-const holdQuery = "hold"
-
-// Query returns the query to send the request with, at PullPath.
-func (r *Request) Query() url.Values {
-	if r.Hold <= 0 {
-		return nil
-	}
-	return url.Values{holdQuery: {r.Hold.String()}}
-}
-
-// ParseHold returns Request.Hold from a query, cut to MaxHold.
-func ParseHold(query url.Values) (time.Duration, error) {
-	s := query.Get(holdQuery)
-	if s == "" {
-		return 0, nil
-	}
-	d, err := time.ParseDuration(s)
-	if err != nil || d < 0 {
-		return 0, fmt.Errorf("bundle request: %s=%s, want a time such as 10s", holdQuery, s)
-	}
-	return min(d, MaxHold), nil
-}
 
 // ImageRequest is one image wanted.
 type ImageRequest struct {

@@ -36,6 +36,10 @@ type Startup struct {
 	packed []byte // digests on the wire
 }
 
+// Held reports whether what follows the set may be held back: see Request.Hold. A
+// set of other services lacks more, and what follows it is likely to have that.
+func (s *Startup) Held() bool { return s.Origin != OriginCommon }
+
 // StartupFrame is one frame of page runs.
 type StartupFrame struct {
 	MaxLength uint32 // bytes of the frame, at most

@@ -196,9 +196,6 @@ func (h *Handler) pull(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	req, err := bundle.DecodeRequest(b)
-	if err == nil {
-		req.Hold, err = bundle.ParseHold(r.URL.Query())
-	}
 	if err != nil {
 		fail(&bundle.Error{Code: bundle.CodeInvalid, Message: err.Error()}, "")
 		return

@@ -29,7 +29,7 @@ type holding struct {
 func (s *server) holding(t *testing.T, req *bundle.Request, release bool) *holding {
 	t.Helper()
 	req.Versions = []int{bundle.Version}
-	resp := s.post(t, context.Background(), bundle.PullPath+"?"+req.Query().Encode(), req)
+	resp := s.post(t, context.Background(), bundle.PullPath, req)
 	if resp.StatusCode != http.StatusOK {
 		t.Fatal(resp.Status)
 	}
@@ -110,7 +110,7 @@ func TestHold(t *testing.T) {
 				return req
 			}
 			t.Run("released", func(t *testing.T) {
-				h := s.holding(t, ask(time.Hour), false)
+				h := s.holding(t, ask(bundle.MaxHold), false)
 				var got []uint32
 				// Their neighbours in the pack do not come along.
 				for _, f := range []uint32{h.frames - 4, 3, h.frames - 2, 4} {
@@ -126,10 +126,10 @@ func TestHold(t *testing.T) {
 				}
 				h.rest(t, append(got, h.frames-1)...)
 			})
-			t.Run("released before", func(t *testing.T) { s.holding(t, ask(time.Hour), true).rest(t) })
+			t.Run("released before", func(t *testing.T) { s.holding(t, ask(bundle.MaxHold), true).rest(t) })
 			t.Run("for some time", func(t *testing.T) { s.holding(t, ask(10*time.Millisecond), false).rest(t) })
 			t.Run("all promoted", func(t *testing.T) {
-				h := s.holding(t, ask(time.Hour), false)
+				h := s.holding(t, ask(bundle.MaxHold), false)
 				var all []uint32
 				for f := range h.frames {
 					all = append(all, f)
@@ -138,27 +138,20 @@ func TestHold(t *testing.T) {
 				h.rest(t)
 			})
 			t.Run("no set", func(t *testing.T) {
-				req := ask(time.Hour)
+				req := ask(bundle.MaxHold)
 				req.Images[0].Startup = false
 				s.holding(t, req, false).rest(t)
 			})
-			t.Run("a set that was not traced", func(t *testing.T) {
-				req := ask(time.Hour)
+			t.Run("a set of other services", func(t *testing.T) {
+				req := ask(bundle.MaxHold)
 				req.Images[0].Entrypoint = []string{"another"}
 				s.holding(t, req, false).rest(t)
 			})
 			t.Run("a header only", func(t *testing.T) {
-				req := ask(time.Hour)
+				req := ask(bundle.MaxHold)
 				req.Images[0].Header = true
 				s.holding(t, req, false).rest(t)
 			})
 		})
-	}
-	for _, hold := range []string{"soon", "-1s"} {
-		req := startupRequest("app", "1", []string{"serve"})
-		req.Versions = []int{bundle.Version}
-		if resp := over2.post(t, context.Background(), bundle.PullPath+"?hold="+hold, req); resp.StatusCode != http.StatusBadRequest {
-			t.Errorf("hold=%s: %s", hold, resp.Status)
-		}
 	}
 }

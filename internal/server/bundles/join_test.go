@@ -90,7 +90,7 @@ func (s *server) slow(t *testing.T, req *bundle.Request) *slowStream {
 	ctx, cancel := context.WithCancel(context.Background())
 	go func() {
 		defer close(v.done)
-		hr := httptest.NewRequest(http.MethodPost, bundle.PullPath+"?"+req.Query().Encode(), bytes.NewReader(mustJSON(req))).WithContext(ctx)
+		hr := httptest.NewRequest(http.MethodPost, bundle.PullPath, bytes.NewReader(mustJSON(req))).WithContext(ctx)
 		s.handler.ServeHTTP(v, hr)
 		w.Close()
 	}()

@@ -81,7 +81,7 @@ func orderOf(x *planner.Index, guess planner.Order, set *startup.Set, sent bool)
 // hold is for how long only promoted frames follow the startup sets.
 func (p *pull) hold(deliveries []*startup.Delivery) time.Duration {
 	for _, d := range deliveries {
-		if d != nil && d.Wire.Origin == bundle.OriginTraced {
+		if d != nil && d.Wire.Held() {
 			return p.req.Hold
 		}
 	}

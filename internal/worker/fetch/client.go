@@ -341,22 +341,13 @@ type call struct {
 	body         []byte
 }
 
-// pull sends a request for a bundle: see do.
-func (c *Client) pull(ctx context.Context, req *bundle.Request) (*response, error) {
-	return c.postTo(ctx, bundle.PullPath, req.Query(), req)
-}
-
 // post sends body as JSON: see do.
 func (c *Client) post(ctx context.Context, path string, body any) (*response, error) {
-	return c.postTo(ctx, path, nil, body)
-}
-
-func (c *Client) postTo(ctx context.Context, path string, query url.Values, body any) (*response, error) {
 	b, err := json.Marshal(body)
 	if err != nil {
 		return nil, fmt.Errorf("encode request to %s: %w", path, err)
 	}
-	return c.do(ctx, call{method: http.MethodPost, path: path, query: query, mediaType: "application/json", body: b})
+	return c.do(ctx, call{method: http.MethodPost, path: path, mediaType: "application/json", body: b})
 }
 
 // do returns the response to a request, whose status is 2xx. Its

@@ -71,7 +71,7 @@ type Options struct {
 	Pages func(image int, origin string, runs []trace.Run)
 
 	// Hold, when more than 0, has the server send nothing but promoted frames after a
-	// startup set that was traced, until Release is called, so much time has passed, or
+	// startup set (see bundle.Startup.Held), until Release is called, so much time has passed, or
 	// the start turns out to need much that was not in the set (see hold.go): it has the
 	// line, the processors and the disk for itself. It is bounded by bundle.MaxHold,
 	// and by half of the client's StallTimeout.

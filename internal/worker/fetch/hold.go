@@ -1,12 +1,8 @@
 package fetch
 
-import (
-	"time"
+import "time"
 
-	"hydrofoil.dev/foil/internal/format/bundle"
-)
-
-// After a startup set that was traced, a start needs next to nothing: what follows would
+// After the startup set of a service, a start needs next to nothing: what follows would
 // only compete with it for the processors and the disk, and be in the way of
 // the page that is missing all the same, which waits for everything that is on
 // the line and in buffers before it. So the server is asked to hold back what is
@@ -65,7 +61,7 @@ func (p *Pull) holdLeft() time.Duration {
 // held.
 func (s *stream) beginHold() {
 	h := &s.p.hold
-	if !s.hold || !s.traced() {
+	if !s.hold || !s.held() {
 		return
 	}
 	h.on = true
@@ -79,12 +75,10 @@ func (s *stream) beginHold() {
 	}
 }
 
-// traced reports whether one of the stream's startup sets was: only then the
-// server holds. One that was not lacks more, and what follows it is likely to
-// have that.
-func (s *stream) traced() bool {
+// held reports whether the server holds after one of the stream's startup sets.
+func (s *stream) held() bool {
 	for _, set := range s.sets {
-		if set.Origin == bundle.OriginTraced {
+		if set.Held() {
 			return true
 		}
 	}

@@ -179,7 +179,7 @@ func (j *join) ask(ctx context.Context, t *target) (err error) {
 	req.Images = []bundle.ImageRequest{want}
 	timer := time.AfterFunc(p.opts.JoinPatience, func() { j.expect(nil) })
 	defer timer.Stop()
-	resp, err := p.opts.Client.pull(ctx, &req)
+	resp, err := p.opts.Client.post(ctx, bundle.PullPath, &req)
 	if err != nil {
 		return err
 	}

@@ -252,11 +252,7 @@ func (s *server) pull(w http.ResponseWriter, r *http.Request) {
 	}
 	id := fmt.Sprintf("stream%d", n)
 	serving := &serving{arrived: make(chan struct{}, 100), changed: make(chan struct{}, 1)}
-	hold, err := bundle.ParseHold(r.URL.Query())
-	if err != nil {
-		panic(err)
-	}
-	s.holds = append(s.holds, hold)
+	s.holds = append(s.holds, req.Hold)
 	s.running[id] = serving
 	s.mu.Unlock()
 	defer func() {
@@ -342,7 +338,7 @@ func (s *server) pull(w http.ResponseWriter, r *http.Request) {
 		pos++
 	}
 	if traced && !sc.noHold && len(frames) > 0 {
-		serving.hold(r.Context(), hold, send)
+		serving.hold(r.Context(), req.Hold, send)
 	}
 	for _, f := range order {
 		if sc.before != nil {

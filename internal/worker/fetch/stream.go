@@ -58,7 +58,7 @@ func (p *Pull) stream(stalls int) (err error) {
 	defer cancel(nil)
 	req := p.request()
 	req.Hold = p.holdLeft()
-	resp, err := p.opts.Client.pull(ctx, &req)
+	resp, err := p.opts.Client.post(ctx, bundle.PullPath, &req)
 	if err != nil {
 		return err
 	}
