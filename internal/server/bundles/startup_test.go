@@ -12,6 +12,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"pgregory.net/rapid"
@@ -419,6 +420,13 @@ func TestStartupStoreLost(t *testing.T) {
 	s.serve(t)
 	check("cannot be read", 0)
 	memory.Inject(nil)
+	// What failed may be under way still, in the background.
+	for range 100 {
+		if p := s.pull(t, startupRequest("r", "1", args), nil); len(p.startups) > 0 {
+			break
+		}
+		time.Sleep(50 * time.Millisecond)
+	}
 	check("can be read again", 1)
 }
 
