@@ -232,15 +232,20 @@ func (b *bench) fresh(ctx context.Context, s *site.Site, e *engines.Hydrofoil, f
 	return fn(w)
 }
 
+// versions returns both versions of a declared image.
+func (b *bench) versions(ctx context.Context, name string) (first, second engines.Image, err error) {
+	if first, err = b.image(ctx, name+":1"); err != nil {
+		return first, second, err
+	}
+	second, err = b.image(ctx, name+":2")
+	return first, second, err
+}
+
 // learning has workers start an image one after the other, each with nothing
 // but what the server has learned from those before it; then the next version of
 // the image.
 func (b *bench) learning(ctx context.Context, name string) (starts []Start, err error) {
-	first, err := b.image(ctx, name+":1")
-	if err != nil {
-		return nil, err
-	}
-	second, err := b.image(ctx, name+":2")
+	first, second, err := b.versions(ctx, name)
 	if err != nil {
 		return nil, err
 	}

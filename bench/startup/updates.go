@@ -13,11 +13,7 @@ import (
 // on a worker with nothing, and on one that has the first version. Without any set, with the
 // one that it inherits, with that and the report of one worker, and traced.
 func (b *bench) updates(ctx context.Context, name string) (starts []Start, err error) {
-	first, err := b.image(ctx, name+":1")
-	if err != nil {
-		return nil, err
-	}
-	second, err := b.image(ctx, name+":2")
+	first, second, err := b.versions(ctx, name)
 	if err != nil {
 		return nil, err
 	}
