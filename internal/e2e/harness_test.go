@@ -41,6 +41,8 @@ func TestMain(m *testing.M) { os.Exit(testMain(m)) }
 
 func testMain(m *testing.M) int {
 	kerneltest.OwnMounts()
+	// Files that tests make to compare with get the modes that are asked for.
+	syscall.Umask(0o022)
 	if os.Geteuid() != 0 {
 		fmt.Println("skip: these tests mount filesystems and need root")
 		return 0
