@@ -162,7 +162,7 @@ Exit codes: 0 it was told to end; 1 an error, in the log as well.`,
 	}
 	flags := cmd.Flags()
 	rootFlag(cmd, &opts.Root)
-	flags.DurationVar(&opts.GiveUp, "give-up", 5*time.Minute, "how long to go on trying when a server cannot be reached, before reads that wait for it fail")
+	flags.DurationVar(&opts.GiveUp, "give-up", 5*time.Minute, "how long to go on trying when a server cannot be reached, before reads that wait for it fail; then it is tried now and then")
 	flags.StringSliceVar(&opts.Connect, "connect", nil, "`SERVER`s (http://HOST:PORT or https://HOST) to keep a warm connection to")
 	flags.Int64Var(&opts.WarmUp, "warm-up", 32<<20, "most `BYTES` that a server of --connect sends on a new connection so that TCP learns the path; 0: none")
 	flags.StringVar(&report, "report", "on", "tell an image's server which pages a container read until it was ready: on or off")

@@ -78,7 +78,7 @@ type Options struct {
 	Hold time.Duration
 
 	// GiveUp is how long the pull keeps trying while nothing arrives; 0 means
-	// 5 minutes. Then its arenas fail: reads that wait get an error.
+	// DefaultGiveUp. Then its arenas fail: reads that wait get an error.
 	GiveUp time.Duration
 	// GiveUpUnopened is the same until the first image's header has arrived,
 	// while nobody reads; 0 means 15 seconds, at most GiveUp. A server that
@@ -109,9 +109,12 @@ type Options struct {
 	Logger *slog.Logger // nil means none
 }
 
+// DefaultGiveUp is Options.GiveUp when that is 0.
+const DefaultGiveUp = 5 * time.Minute
+
 func (o *Options) defaults() {
 	if o.GiveUp == 0 {
-		o.GiveUp = 5 * time.Minute
+		o.GiveUp = DefaultGiveUp
 	}
 	if o.GiveUpUnopened == 0 {
 		o.GiveUpUnopened = min(15*time.Second, o.GiveUp)

@@ -332,6 +332,7 @@ func (p *pull) again(err error) bool {
 	if !p.n.makeSome(1) {
 		return false
 	}
+	p.n.log.Info("the disk was full, and something was evicted: the pull goes on", "ref", p.ref, "error", err)
 	// Each attempt costs a round trip.
 	if short, ok := errors.AsType[*shortage](err); ok {
 		for {

@@ -92,8 +92,9 @@ type Options struct {
 	NoReports    bool
 	ReportSample float64
 
-	earlyFor time.Duration // the constant of that name when 0
-	warmFor  time.Duration // the constant of that name when 0
+	earlyFor   time.Duration // the constant of that name when 0
+	firstRetry time.Duration // the same
+	warmFor    time.Duration // the constant of that name when 0
 
 	// Listening, when set, is called when Serve's socket takes connections.
 	Listening func()
@@ -149,10 +150,11 @@ type Node struct {
 	rootfs     map[digest.Digest]*rootfs // by chain ID
 	lent       map[digest.Digest]*rootfs // lenders, by ID
 	containers map[string]*container
-	pulls      map[string]*pull      // by reference; the last one of each
-	early      map[string]*pull      // by the reference that will claim them
-	removing   map[string]bool       // references that RemoveImage is at
-	holds      map[digest.Digest]int // what Hold keeps, by chain ID
+	pulls      map[string]*pull         // by reference; the last one of each
+	early      map[string]*pull         // by the reference that will claim them
+	removing   map[string]bool          // references that RemoveImage is at
+	retries    map[string]time.Duration // the last pause before a pull that failed was begun again, by reference; negative while it lasts
+	holds      map[digest.Digest]int    // what Hold keeps, by chain ID
 	warnings   []string
 	evicting   bool
 	later      bool          // collect is going to be called again
@@ -175,6 +177,12 @@ func New(opts Options) (_ *Node, err error) {
 	}
 	if opts.Logger == nil {
 		opts.Logger = slog.Default()
+	}
+	if opts.GiveUp == 0 {
+		opts.GiveUp = fetch.DefaultGiveUp
+	}
+	if opts.firstRetry == 0 {
+		opts.firstRetry = firstRetry
 	}
 	if opts.earlyFor == 0 {
 		opts.earlyFor = earlyFor
@@ -201,6 +209,7 @@ func New(opts Options) (_ *Node, err error) {
 		pulls:      make(map[string]*pull),
 		early:      make(map[string]*pull),
 		removing:   make(map[string]bool),
+		retries:    make(map[string]time.Duration),
 		metrics:    newMetrics(),
 		began:      beganNew,
 	}

@@ -78,6 +78,7 @@ type host struct {
 	early  time.Duration // how long pulls that are begun for a header wait; 0: an hour
 	store  DescriptorStore
 	warm   time.Duration // Options.warmFor; 0: an hour
+	retry  time.Duration // Options.firstRetry; 0: an hour
 	n      *Node
 	log    logBuffer
 }
@@ -129,7 +130,7 @@ func (h *host) options() Options {
 	if err != nil {
 		h.t.Fatal(err)
 	}
-	return Options{Root: h.root, Binary: self, GiveUp: h.giveUp, Store: h.store, earlyFor: cmp.Or(h.early, time.Hour), warmFor: cmp.Or(h.warm, time.Hour), Logger: slog.New(slog.NewTextHandler(&h.log, nil))}
+	return Options{Root: h.root, Binary: self, GiveUp: h.giveUp, Store: h.store, earlyFor: cmp.Or(h.early, time.Hour), warmFor: cmp.Or(h.warm, time.Hour), firstRetry: cmp.Or(h.retry, time.Hour), Logger: slog.New(slog.NewTextHandler(&h.log, nil))}
 }
 
 func (h *host) start() {
@@ -355,6 +356,28 @@ func (h *host) here(ref string, n int64) {
 	eventually(h.t, "some bytes are here", func() error {
 		if img := h.image(ref); img.ContentHere < n {
 			return fmt.Errorf("%d", img.ContentHere)
+		}
+		return nil
+	})
+}
+
+// complete waits until all of an image has arrived.
+func (h *host) complete(ref string) {
+	h.t.Helper()
+	eventually(h.t, "the image is complete", func() error {
+		if img := h.image(ref); img.State != "complete" {
+			return fmt.Errorf("%+v", img)
+		}
+		return nil
+	})
+}
+
+// logged waits for a line in the daemon's log.
+func (h *host) logged(msg string) {
+	h.t.Helper()
+	eventually(h.t, "the daemon says: "+msg, func() error {
+		if !strings.Contains(h.log.String(), msg) {
+			return errors.New("it does not")
 		}
 		return nil
 	})

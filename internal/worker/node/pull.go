@@ -37,7 +37,9 @@ type pull struct {
 	stop  context.CancelCauseFunc
 	work  sync.WaitGroup // the mount, and the copying of what is here
 	early *early         // nil unless it was begun for its header
-	warm  warmer
+	// goesOn: a new daemon has begun it, for an image that containers may be on.
+	goesOn bool
+	warm   warmer
 
 	mu         sync.Mutex
 	fetch      *fetch.Pull    // nil before the start and after the end
@@ -71,7 +73,7 @@ var (
 // Pull starts the pull of an image, or joins the one that runs, and emits its
 // events.
 func (n *Node) Pull(ctx context.Context, req api.PullRequest, emit func(api.Event) error) error {
-	p, err := n.startPull(req, "")
+	p, err := n.startPull(req, "", false)
 	if err != nil {
 		return err
 	}
@@ -83,8 +85,9 @@ func (n *Node) Pull(ctx context.Context, req api.PullRequest, emit func(api.Even
 }
 
 // startPull starts a pull unless one of the same reference runs. A digest asks
-// for that manifest, whatever the reference's tag names by now.
-func (n *Node) startPull(req api.PullRequest, manifest digest.Digest) (*pull, error) {
+// for that manifest, whatever the reference's tag names by now; goesOn is for
+// pull.goesOn.
+func (n *Node) startPull(req api.PullRequest, manifest digest.Digest, goesOn bool) (*pull, error) {
 	r, err := parseRef(req.Ref)
 	if err != nil {
 		return nil, err
@@ -117,6 +120,7 @@ func (n *Node) startPull(req api.PullRequest, manifest digest.Digest) (*pull, er
 		return p, nil
 	}
 	p := n.newPull(r, req)
+	p.goesOn = goesOn
 	n.pulls[r.name] = p
 	n.work.Go(p.run)
 	return p, nil
@@ -147,8 +151,7 @@ func (p *pull) run() {
 	n := p.n
 	n.makeRoom()
 	err := p.bring(p.ctx)
-	for err != nil && p.again(err) {
-		n.log.Info("the disk was full, and something was evicted: the pull goes on", "ref", p.ref, "error", err)
+	for err != nil && (p.again(err) || p.tryOn(err)) {
 		err = p.bring(p.ctx)
 	}
 	stopped := false
@@ -170,13 +173,17 @@ func (p *pull) run() {
 		p.progress, p.fetch = p.fetch.Progress(), nil
 	}
 	p.mu.Unlock()
+	var lacking digest.Digest // the manifest of the image, if nobody brings what it lacks
 	n.mu.Lock()
 	if r := p.rootfs; r != nil && r.filling == p {
 		r.filling = nil
 	}
 	if img := n.images[p.ref.name]; img != nil && !p.unclaimed() {
 		img.Why = ""
-		if err != nil {
+		if err == nil {
+			delete(n.retries, p.ref.name)
+		} else {
+			lacking = img.Digest
 			img.Why = asError(err).Message
 			// The pull may have ended before it came as far as to open the
 			// rootfs. Its readers would wait for nobody.
@@ -199,11 +206,15 @@ func (p *pull) run() {
 	}
 	p.mu.Lock()
 	p.err = err
+	brought := p.progress.Written > 0
 	p.mu.Unlock()
 	// What a registry was shown is of no more use.
 	p.req.Credential = credentials.Credential{}
 	if err != nil {
 		p.happened(api.Failed, err)
+		if lacking != "" && !stopped {
+			n.retryLater(p.ref.name, lacking, brought)
+		}
 	} else {
 		p.happened(api.Complete, nil)
 	}

@@ -52,7 +52,7 @@ func (n *Node) RemoveImage(ctx context.Context, name string) error {
 	n.mu.Unlock()
 	n.collect()
 	if p != nil {
-		n.goOn(again)
+		n.goOn(again, true)
 	}
 	return nil
 }
@@ -69,6 +69,7 @@ func (n *Node) forgetImage(name string) error {
 	defer n.mu.Unlock()
 	delete(n.images, name)
 	delete(n.pulls, name)
+	delete(n.retries, name)
 	return nil
 }
 

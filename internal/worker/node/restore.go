@@ -107,20 +107,20 @@ func (n *Node) restore(held map[string]*os.File) error {
 		}
 	}
 	n.mu.Unlock()
-	n.goOn(again)
+	n.goOn(again, true)
 	return nil
 }
 
 // goOn starts the pulls of images that are not complete, by digest: a tag may
-// have moved.
-func (n *Node) goOn(images []*image) {
+// have moved. first is for pull.goesOn.
+func (n *Node) goOn(images []*image, first bool) {
 	for _, img := range images {
 		n.log.Info("going on with the pull of an image", "ref", img.Ref, "digest", img.Digest)
 		req := api.PullRequest{
 			Ref: img.Ref, Platform: img.Platform, PlainHTTP: img.Plain,
 			Entrypoint: img.Entrypoint, Args: img.Args, NoStartup: img.NoStartup,
 		}
-		if _, err := n.startPull(req, img.Digest); err != nil {
+		if _, err := n.startPull(req, img.Digest, first); err != nil {
 			n.log.Warn("go on with the pull of an image", "ref", img.Ref, "error", err)
 		}
 	}
