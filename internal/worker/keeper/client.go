@@ -91,6 +91,7 @@ func Start(ctx context.Context, o Options) (*Client, error) {
 		c.cancel()
 		return nil, err
 	}
+	c.setPID(c.pid)
 	c.turn <- struct{}{}
 	c.wg.Go(c.watch)
 	return c, nil
@@ -101,7 +102,8 @@ func Start(ctx context.Context, o Options) (*Client, error) {
 // the client closed.
 func (c *Client) Held() map[string]*os.File { return c.held }
 
-// PID returns the keeper's process ID, 0 while there is none.
+// PID returns the keeper's process ID, 0 while there is none that holds
+// everything: until then the daemon's death would lose something.
 func (c *Client) PID() int {
 	c.pidMu.Lock()
 	defer c.pidMu.Unlock()
@@ -264,10 +266,13 @@ func (c *Client) watch() {
 		}
 		conn = c.conn
 		if c.ctx.Err() == nil {
+			c.setPID(c.pid)
 			c.log.Info("a new keeper holds everything again", "pid", c.pid, "descriptors", len(c.files), "after", time.Since(begin))
 		}
 		pid := c.pid
-		close(old.replaced)
+		if conn != old { // else the client was closed meanwhile
+			close(old.replaced)
+		}
 		c.turn <- struct{}{}
 		if c.o.Restarted != nil && c.ctx.Err() == nil {
 			c.o.Restarted(pid)
@@ -325,7 +330,6 @@ func (c *Client) connect(ctx context.Context) error {
 				c.reap()
 			}
 			c.conn, c.pid = conn, pid
-			c.setPID(pid)
 			return nil
 		case errors.Is(err, unix.ENOENT), errors.Is(err, unix.ECONNREFUSED):
 			if err := c.launch(ctx); err != nil && !errors.Is(err, ErrRunning) {
