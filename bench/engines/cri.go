@@ -190,14 +190,22 @@ func (w *criWorker) follow(id, name, log string) (*Container, error) {
 		<-gone
 		ctx, cancel := context.WithTimeoutCause(context.Background(), 15*time.Second, site.ErrTooLong)
 		defer cancel()
-		_, err := w.runtime.StopContainer(ctx, &cri.StopContainerRequest{ContainerId: id})
-		if err == nil {
-			_, err = w.runtime.RemoveContainer(ctx, &cri.RemoveContainerRequest{ContainerId: id})
+		for {
+			_, err := w.runtime.StopContainer(ctx, &cri.StopContainerRequest{ContainerId: id})
+			if err == nil {
+				_, err = w.runtime.RemoveContainer(ctx, &cri.RemoveContainerRequest{ContainerId: id})
+			}
+			if err == nil {
+				return nil
+			}
+			// On a busy machine containerd may not have seen yet that it has
+			// stopped. A kubelet asks again, too.
+			select {
+			case <-time.After(100 * time.Millisecond):
+			case <-ctx.Done():
+				return fmt.Errorf("bench: remove container %s: %w", name, err)
+			}
 		}
-		if err != nil {
-			return fmt.Errorf("bench: remove container %s: %w", name, err)
-		}
-		return nil
 	}}, nil
 }
 
