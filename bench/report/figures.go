@@ -15,9 +15,9 @@ import (
 	"gonum.org/v1/plot"
 	"gonum.org/v1/plot/font"
 	"gonum.org/v1/plot/plotter"
+	"gonum.org/v1/plot/text"
 	"gonum.org/v1/plot/vg"
 	"gonum.org/v1/plot/vg/draw"
-	"gonum.org/v1/plot/vg/vgimg"
 	"gonum.org/v1/plot/vg/vgsvg"
 
 	"hydrofoil.dev/foil/bench/engines"
@@ -32,8 +32,16 @@ type figure struct {
 	Title   string
 	Caption string
 	Wide    bool // as wide as two others: it has many bars
+	Log     bool // lines are drawn on a logarithmic axis if they are far apart
+	Source  string
 	SVG     template.HTML
 	PNG     []byte
+}
+
+// figure is one that nothing has been drawn in.
+func (m *model) figure(file, title string) figure {
+	v := view{model: m}
+	return figure{File: file, Title: title, Source: v.Source()}
 }
 
 // section is figures that belong together.
@@ -46,7 +54,7 @@ type section struct {
 var colours = map[string]color.RGBA{
 	"hydrofoil": {0, 114, 178, 255}, "overlayfs": {90, 90, 90, 255}, "erofs": {153, 112, 171, 255},
 	"stargz": {213, 94, 0, 255}, "soci": {0, 158, 115, 255}, "nydus": {204, 121, 167, 255}, "starlight": {230, 159, 0, 255},
-	"curl": {150, 150, 150, 255}, "floor": {20, 20, 20, 255},
+	"curl": {150, 150, 150, 255}, "layers": {150, 150, 150, 255}, "floor": {20, 20, 20, 255},
 	"hydrofoil-untraced": {86, 180, 233, 255}, "hydrofoil-unconnected": {0, 60, 110, 255}, "hydrofoil-bare": {140, 160, 200, 255},
 }
 
@@ -62,7 +70,7 @@ func dashes(engine string) []vg.Length {
 	switch engine {
 	case "floor":
 		return []vg.Length{vg.Points(2), vg.Points(2)}
-	case "curl":
+	case "curl", "layers":
 		return []vg.Length{vg.Points(5), vg.Points(3)}
 	}
 	return nil
@@ -121,22 +129,25 @@ func compose(c draw.Canvas, p *plot.Plot, keys []key) {
 		widths[column] = 1.18*widths[column] + p.Legend.ThumbnailWidth + vg.Points(8)
 		all += widths[column]
 	}
+	// A legend of gonum's is as high as its letters, and so of rows that are not in
+	// line with those of another: each key is one of its own.
+	row := vg.Points(17)
 	left := vg.Length(0)
 	for column := range columns {
-		legend := plot.NewLegend()
-		legend.TextStyle, legend.Padding, legend.ThumbnailWidth = p.Legend.TextStyle, p.Legend.Padding, p.Legend.ThumbnailWidth
-		legend.Top, legend.Left = true, true
-		for i := column; i < len(keys); i += columns {
-			legend.Add(keys[i].text, keys[i].thumb)
-		}
 		if all > across {
 			widths[column] *= across / all
 		}
-		legend.Draw(draw.Crop(c, left, left+widths[column]-across, 0, 0))
+		for i := column; i < len(keys); i += columns {
+			legend := plot.NewLegend()
+			legend.TextStyle, legend.ThumbnailWidth = p.Legend.TextStyle, p.Legend.ThumbnailWidth
+			legend.Top, legend.Left = true, true
+			legend.Add(keys[i].text, keys[i].thumb)
+			legend.Draw(draw.Crop(c, left, left+widths[column]-across, 0, -row*vg.Length(i/columns)))
+		}
 		left += widths[column]
 	}
 	rows := (len(keys) + columns - 1) / columns
-	p.Draw(draw.Crop(c, 0, 0, 0, -vg.Points(17)*vg.Length(rows)-vg.Points(3)))
+	p.Draw(draw.Crop(c, 0, 0, 0, -row*vg.Length(rows)-vg.Points(3)))
 }
 
 // render draws a plot twice: for the page, and as a file.
@@ -152,13 +163,10 @@ func render(f figure, p *plot.Plot, keys []key) (figure, error) {
 		return f, fmt.Errorf("bench: draw %s: %w", f.File, err)
 	}
 	f.SVG = template.HTML(inline(page.String(), f.Title))
-	img := vgimg.NewWith(vgimg.UseWH(width, height), vgimg.UseDPI(192))
-	compose(margin(draw.New(img)), p, keys)
-	var file bytes.Buffer
-	if _, err := (vgimg.PngCanvas{Canvas: img}).WriteTo(&file); err != nil {
+	var err error
+	if f.PNG, err = file(f, p, keys, width); err != nil {
 		return f, fmt.Errorf("bench: draw %s: %w", f.File, err)
 	}
-	f.PNG = file.Bytes()
 	return f, nil
 }
 
@@ -185,7 +193,7 @@ func inline(svg, title string) string {
 func drawLines(f figure, x, y string, lines []line) (figure, error) {
 	p := newPlot(x, y)
 	var keys []key
-	top := 0.0
+	top, bottom := 0.0, math.Inf(1)
 	for _, l := range lines {
 		c := colour(l.engine)
 		var upper, lower plotter.XYs
@@ -196,7 +204,7 @@ func drawLines(f figure, x, y string, lines []line) (figure, error) {
 			upper = append(upper, plotter.XY{X: pt.x, Y: pt.High})
 			lower = append(lower, plotter.XY{X: pt.x, Y: pt.Low})
 			wide = wide || pt.High > pt.Low
-			top = max(top, pt.High)
+			top, bottom = max(top, pt.High), min(bottom, pt.Low)
 		}
 		if wide && len(middle) > 1 {
 			for i := len(lower) - 1; i >= 0; i-- {
@@ -227,6 +235,10 @@ func drawLines(f figure, x, y string, lines []line) (figure, error) {
 		p.X.Min = 0
 	}
 	p.Y.Max = 1.08 * top
+	if f.Log && bottom > 0 && top/bottom > apart {
+		p.Y.Scale, p.Y.Tick.Marker = plot.LogScale{}, decades{}
+		p.Y.Min, p.Y.Max = bottom/1.15, 1.15*top
+	}
 	return render(f, p, keys)
 }
 
@@ -247,31 +259,62 @@ func marks(lines []line) plot.Ticker {
 	return ticks
 }
 
-// majors leaves the small ticks out, which crowd a small figure.
+// majors are some five ticks at round numbers.
 type majors struct{}
 
 func (majors) Ticks(low, high float64) (ticks []plot.Tick) {
-	for _, t := range (plot.DefaultTicks{}).Ticks(low, high) {
-		if t.Label != "" {
-			// 1.0 and 1.00 are 1.
-			if value, err := strconv.ParseFloat(t.Label, 64); err == nil {
-				t.Label = fmt.Sprintf("%g", value)
+	span := high - low
+	if !(span > 0) {
+		return (plot.DefaultTicks{}).Ticks(low, high)
+	}
+	step := math.Pow(10, math.Floor(math.Log10(span)))
+	for _, part := range []float64{0.1, 0.2, 0.25, 0.5, 1} {
+		if span/(step*part) <= 6 {
+			step *= part
+			break
+		}
+	}
+	for i := math.Ceil(low/step-1e-9) + 0; /* not -0 */ i*step <= high+1e-9*step; i++ {
+		ticks = append(ticks, plot.Tick{Value: i * step, Label: strconv.FormatFloat(math.Round(i*step*1e6)/1e6, 'f', -1, 64)})
+	}
+	return ticks
+}
+
+// decades are ticks of a logarithmic axis, at 1, 2 and 5 times powers of ten; where
+// that would crowd it, at 1 and 3.
+type decades struct{}
+
+func (decades) Ticks(low, high float64) (ticks []plot.Tick) {
+	parts := []float64{1, 2, 5}
+	if high/low > 1000 {
+		parts = []float64{1, 3}
+	}
+	for power := math.Floor(math.Log10(low)); math.Pow(10, power) <= high; power++ {
+		for _, part := range parts {
+			if v := part * math.Pow(10, power); v >= low*0.999 && v <= high*1.001 {
+				ticks = append(ticks, plot.Tick{Value: v, Label: strconv.FormatFloat(math.Round(v*1e6)/1e6, 'f', -1, 64)})
 			}
-			ticks = append(ticks, t)
 		}
 	}
 	return ticks
 }
+
+// apart is how many times as high the highest lines are than the lowest from where
+// on a linear axis would show the low ones as one.
+const apart = 8
 
 // drawBars draws groups of bars, a group for each name, a bar for each series.
 func drawBars(f figure, y string, names []string, series []line) (figure, error) {
 	p := newPlot("", y)
 	p.X.Tick.Length = 0
 	var keys []key
-	f.Wide = len(names)*len(series) > 30
+	f.Wide = len(names) > 6 || len(names)*len(series) > 30
 	room := 250.0
 	if f.Wide {
 		room, p.X.Tick.Label.Font.Size = 620, 9.5
+	}
+	if len(names) > 10 {
+		p.X.Tick.Label.Rotation, p.X.Tick.Label.XAlign, p.X.Tick.Label.YAlign = math.Pi/8, text.XRight, text.YCenter
 	}
 	barWidth := vg.Points(min(26, room/float64(max(1, len(names)*(len(series)+1)))))
 	top := 0.0
@@ -327,8 +370,15 @@ func (s shifted) Plot(c draw.Canvas, p *plot.Plot) {
 	s.Plotter.Plot(c, p)
 }
 
-// withFloor are engines and the floor, as figures show them.
-func (m *model) withFloor() []string { return append(append([]string(nil), m.engines...), "floor") }
+// withReferences are engines and what they are seen against: the floor, and how long
+// the layers alone take, unless curl was asked.
+func (m *model) withReferences(engines []string) []string {
+	all := slices.Clone(engines)
+	if !slices.Contains(all, "curl") {
+		all = append(all, "layers")
+	}
+	return append(all, "floor")
+}
 
 // sections are all figures.
 func (m *model) sections() (all []section, err error) {
@@ -353,18 +403,24 @@ func (m *model) sections() (all []section, err error) {
 func (m *model) means(rate int64) (s section, err error) {
 	s = section{
 		ID: fmt.Sprintf("means-%s", rateName(rate)), Title: "Normalised provisioning time, " + rateText(rate),
-		Text: "Geometric mean over images of the time to ready, as a multiple of that of a fresh full pull of the same image at the shortest round-trip time. Bands are 95% confidence intervals (bootstrap over images). Lower is better. Engines in one figure ran the same images.",
+		Text: "Geometric mean over images of the time to ready, as a multiple of that of a fresh full pull of the same image at the shortest round-trip time. Bands are 95% confidence intervals (bootstrap over images). Lower is better. Engines in one figure ran the same images, at the same round-trip times. Axes are logarithmic where the highest is more than eight times the lowest.",
 	}
 	for _, kind := range m.kinds() {
 		for i, g := range m.groups(kind, rate) {
 			var lines []line
-			for _, e := range append(slices.Clone(g.engines), "floor") {
-				if points := m.normalisedLine(e, g.images, kind, rate); len(points) > 0 {
+			for _, e := range m.withReferences(g.engines) {
+				if points := m.normalisedLine(e, g.images, kind, g.rtts, rate); len(points) > 0 {
 					lines = append(lines, line{e, points})
 				}
 			}
-			f := figure{File: "normalised-" + g.name(i, kind, rate), Title: g.title("Normalised time", kind), Caption: g.caption()}
-			if f, err = drawLines(f, "round-trip time (ms)", "normalised time", lines); err != nil {
+			f := m.figure("normalised-"+g.name(i, kind, rate), g.title("Normalised time", kind))
+			f.Caption, f.Log = g.caption(), true
+			if len(g.rtts) == 1 {
+				f, err = drawBars(f, "normalised time", g.at(), lines)
+			} else {
+				f, err = drawLines(f, "round-trip time (ms)", "normalised time", lines)
+			}
+			if err != nil {
 				return s, err
 			}
 			s.Figures = append(s.Figures, f)
@@ -391,24 +447,29 @@ func (g group) title(what string, kind results.Kind) string {
 
 func (g group) caption() string { return "Images: " + strings.Join(g.images, ", ") + "." }
 
+// at are the round-trip times, as bars are named.
+func (g group) at() (names []string) {
+	for _, rtt := range g.rtts {
+		names = append(names, fmt.Sprintf("%d ms", rtt.Milliseconds()))
+	}
+	return names
+}
+
 func (m *model) speedups(rate int64) (s section, err error) {
 	s = section{
 		ID: fmt.Sprintf("speedups-%s", rateName(rate)), Title: "Speed-up over a full pull, " + rateText(rate),
 		Text: "Harmonic mean over images of the time to ready of a fresh full pull by containerd, divided by the engine's, over the same link. Whiskers are 95% confidence intervals (bootstrap over images). Higher is better; T* is the most that can be had. Engines in one figure ran the same images.",
 	}
-	var names []string
-	for _, rtt := range m.Matrix.RTTs {
-		names = append(names, fmt.Sprintf("%d ms", rtt.Milliseconds()))
-	}
 	for _, kind := range m.kinds() {
 		for i, g := range m.groups(kind, rate) {
+			names := g.at()
 			var series []line
 			for _, e := range g.engines {
 				if e == baseline && kind == results.Fresh {
 					continue // 1, by definition
 				}
 				var points []point
-				for _, rtt := range m.Matrix.RTTs {
+				for _, rtt := range g.rtts {
 					if p, ok := m.speedup(e, g.images, kind, rtt, rate); ok {
 						points = append(points, p)
 					}
@@ -419,12 +480,13 @@ func (m *model) speedups(rate int64) (s section, err error) {
 				continue
 			}
 			var floors []string
-			for i, rtt := range m.Matrix.RTTs {
+			for i, rtt := range g.rtts {
 				if p, ok := m.speedup("floor", g.images, kind, rtt, rate); ok {
 					floors = append(floors, fmt.Sprintf("%s: %.1f", names[i], p.y))
 				}
 			}
-			f := figure{File: "speedup-" + g.name(i, kind, rate), Title: g.title("Speed-up", kind), Caption: g.caption()}
+			f := m.figure("speedup-"+g.name(i, kind, rate), g.title("Speed-up", kind))
+			f.Caption = g.caption()
 			if len(floors) > 0 {
 				f.Caption += " T* would be " + strings.Join(floors, ", ") + "."
 			}
@@ -440,22 +502,27 @@ func (m *model) speedups(rate int64) (s section, err error) {
 func (m *model) byImage(rate int64) (s section, err error) {
 	s = section{
 		ID: fmt.Sprintf("images-%s", rateName(rate)), Title: "Provisioning time by image, " + rateText(rate),
-		Text: "Time from the command until the container is ready: the median of the runs; bands reach from the fastest to the slowest. T* is the floor: a warm start, one round trip, and the bytes that are touched before ready at the link's rate.",
+		Text: "Time from the command until the container is ready: the median of the runs; bands reach from the fastest to the slowest. T* is the floor: a warm start, one round trip, and the bytes that are touched before ready at the link's rate. Layers alone is what a plain download takes at least: one round trip, and the compressed layers at the link's rate. Where the slowest takes more than eight times as long as the fastest, the axis is logarithmic.",
 	}
 	for _, image := range m.Matrix.Images {
 		for _, kind := range m.kinds() {
 			var lines []line
-			for _, e := range m.withFloor() {
+			for _, e := range m.withReferences(m.engines) {
 				if points := m.readyLine(e, image, kind, rate); len(points) > 0 {
 					lines = append(lines, line{e, points})
 				}
 			}
-			if len(lines) < 2 { // the floor alone is no measurement
+			// References alone are no measurement.
+			if !slices.ContainsFunc(lines, func(l line) bool { return slices.Contains(m.engines, l.engine) }) {
 				continue
 			}
-			f := figure{File: fmt.Sprintf("time-%s-%s-%s", image, kind, rateName(rate)), Title: fmt.Sprintf("%s, %s", image, kind)}
+			f := m.figure(fmt.Sprintf("time-%s-%s-%s", image, kind, rateName(rate)), fmt.Sprintf("%s, %s", image, kind))
+			f.Log = true
 			if im, ok := m.version(image, kind); ok {
 				f.Caption = fmt.Sprintf("%s: %.0f MB in %d layers; ready when %s.", im.Name, megabytes(sum(im.Layers)), len(im.Layers), im.Probe)
+			}
+			if failed := m.failedOf(image, kind, rate); failed != "" {
+				f.Caption += " Failed: " + failed + "."
 			}
 			if f, err = drawLines(f, "round-trip time (ms)", "time to ready (s)", lines); err != nil {
 				return s, err
@@ -510,7 +577,7 @@ func (m *model) bytes(rate int64) (s section, err error) {
 			if len(names) == 0 {
 				continue
 			}
-			f := figure{File: fmt.Sprintf("bytes-%s-%s-%s", kind, what.mark, rateName(rate)), Title: fmt.Sprintf("Bytes %s, %s", what.name, kind)}
+			f := m.figure(fmt.Sprintf("bytes-%s-%s-%s", kind, what.mark, rateName(rate)), fmt.Sprintf("Bytes %s, %s", what.name, kind))
 			if f, err = drawBars(f, "part of the layers", names, series); err != nil {
 				return s, err
 			}
@@ -524,11 +591,11 @@ func (m *model) timelines(rate int64) (s section, err error) {
 	rtt := m.typicalRTT()
 	s = section{
 		ID: fmt.Sprintf("timelines-%s", rateName(rate)), Title: fmt.Sprintf("The line during one run, %s, %d ms", rateText(rate), rtt.Milliseconds()),
-		Text: "What has come down the line since the command, in the run whose time to ready is the median. Dots are when the container was ready.",
+		Text: "What has come down the line since the command, in the run whose time to ready is the median. Dots are when the container was ready; strokes across a line when the worker asked for something, counted from the packets: a new connection or request, which somebody may have waited for.",
 	}
 	for _, image := range m.Matrix.Images {
 		for _, kind := range m.kinds() {
-			f := figure{File: fmt.Sprintf("timeline-%s-%s-%s", image, kind, rateName(rate)), Title: fmt.Sprintf("%s, %s", image, kind)}
+			f := m.figure(fmt.Sprintf("timeline-%s-%s-%s", image, kind, rateName(rate)), fmt.Sprintf("%s, %s", image, kind))
 			var told []string
 			p := newPlot("time since the command (s)", "megabytes")
 			top := 0.0
@@ -552,8 +619,11 @@ func (m *model) timelines(rate int64) (s section, err error) {
 					continue
 				}
 				end := max(r.Marks[engines.Quiet].Time, r.Marks[engines.Ready].Time)
-				var xys plotter.XYs
+				var xys, asked plotter.XYs
 				for i, pt := range r.Timeline {
+					if i > 0 && pt.Time <= end && pt.Requests+pt.Connections > r.Timeline[i-1].Requests+r.Timeline[i-1].Connections {
+						asked = append(asked, plotter.XY{X: pt.Time.Seconds(), Y: megabytes(pt.Down)})
+					}
 					if i == 0 || pt.Time <= end+100*time.Millisecond {
 						xys = append(xys, plotter.XY{X: pt.Time.Seconds(), Y: megabytes(pt.Down)})
 						if pt.Time.Seconds() <= limit {
@@ -571,6 +641,14 @@ func (m *model) timelines(rate int64) (s section, err error) {
 				}
 				l.Color, l.Width, l.Dashes = colour(e), vg.Points(1.8), dashes(e)
 				p.Add(l)
+				if len(asked) > 0 {
+					strokes, err := plotter.NewScatter(asked)
+					if err != nil {
+						return s, fmt.Errorf("bench: draw %s: %w", f.File, err)
+					}
+					strokes.Color, strokes.Shape, strokes.Radius = colour(e), stroke{}, vg.Points(5)
+					p.Add(strokes)
+				}
 				ready := r.Marks[engines.Ready]
 				dot, err := plotter.NewScatter(plotter.XYs{{X: ready.Time.Seconds(), Y: megabytes(ready.Down)}})
 				if err != nil {
@@ -597,6 +675,13 @@ func (m *model) timelines(rate int64) (s section, err error) {
 		}
 	}
 	return s, nil
+}
+
+// stroke is a short upright line.
+type stroke struct{}
+
+func (stroke) DrawGlyph(c *draw.Canvas, style draw.GlyphStyle, at vg.Point) {
+	c.StrokeLine2(draw.LineStyle{Color: style.Color, Width: vg.Points(1)}, at.X, at.Y-style.Radius, at.X, at.Y+style.Radius)
 }
 
 // loads are what servers did under load, second by second.
@@ -633,11 +718,8 @@ func (m *model) loads(rate int64) (s section, err error) {
 				if len(lines) == 0 {
 					continue
 				}
-				f := figure{
-					File:    fmt.Sprintf("load-%s-%s-%s-%s", what.name, image, kind, rateName(rate)),
-					Title:   fmt.Sprintf("%s, %s: %s", image, kind, what.name),
-					Caption: "By " + tool + ".",
-				}
+				f := m.figure(fmt.Sprintf("load-%s-%s-%s-%s", what.name, image, kind, rateName(rate)), fmt.Sprintf("%s, %s: %s", image, kind, what.name))
+				f.Caption = "By " + tool + "."
 				if f, err = drawLines(f, "time since ready (s)", what.axis, lines); err != nil {
 					return s, err
 				}

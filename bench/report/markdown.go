@@ -8,6 +8,7 @@ import (
 	"strings"
 	"time"
 
+	"hydrofoil.dev/foil/bench/engines"
 	"hydrofoil.dev/foil/bench/results"
 	"hydrofoil.dev/foil/bench/stats"
 )
@@ -60,7 +61,7 @@ func (m *model) markdownTable(b *strings.Builder, columns []string, kind results
 	if len(columns) == 0 || len(images) == 0 {
 		return
 	}
-	fmt.Fprintf(b, "\n**%s, %s**: seconds from the command to ready at a round-trip time of %s ms, medians; means of the speed-up over a fresh full pull by containerd.\n\n",
+	fmt.Fprintf(b, "\n**%s, %s**: seconds from the command to ready at a round-trip time of %s ms, medians; means of the speed-up over a fresh full pull by containerd, with 95%% intervals (bootstrap over images).\n\n",
 		map[results.Kind]string{results.Fresh: "Fresh", results.Update: "Update"}[kind], rateText(rate), strings.Join(rtts, " / "))
 	row := func(cells ...string) { fmt.Fprintf(b, "| %s |\n", strings.Join(cells, " | ")) }
 	header, rule := []string{"image (compressed)", `floor T\*`}, []string{"---", "---"}
@@ -105,6 +106,42 @@ func (m *model) markdownTable(b *strings.Builder, columns []string, kind results
 			m.markdownMeans(row, name+", without "+outlier, without, columns, kind, rate, means.mean, means.value, means.unit)
 		}
 	}
+	for _, what := range moved {
+		m.markdownBytes(row, what.name, what.mark, columns, kind, rate)
+	}
+}
+
+// markdownBytes writes a line of what came down the line until a moment, as a part of
+// the layers: the median over images, at each round-trip time and over all.
+func (m *model) markdownBytes(row func(...string), name string, at engines.Mark, columns []string, kind results.Kind, rate int64) {
+	cells, known := []string{fmt.Sprintf("*bytes %s, of the layers', median*", name), "–"}, false
+	for _, e := range columns {
+		var medians []string
+		for _, rtt := range m.Matrix.RTTs {
+			var parts []float64
+			for _, image := range m.Matrix.Images {
+				if v := m.part(cell{e, image, kind, rtt, rate}, at); !math.IsNaN(v) {
+					parts = append(parts, v)
+				}
+			}
+			if len(parts) == 0 {
+				medians = append(medians, "–")
+			} else {
+				medians = append(medians, percent(stats.Median(parts)))
+			}
+		}
+		text := strings.Join(medians, " / ")
+		if all := m.parts(e, kind, rate, at); len(all) > 0 {
+			known = true
+			if len(medians) > 1 {
+				text += fmt.Sprintf("; all **%s**", percent(stats.Median(all)))
+			}
+		}
+		cells = append(cells, text)
+	}
+	if known {
+		row(cells...)
+	}
 }
 
 // any reports whether a run, failed or not, is of a setting.
@@ -112,11 +149,14 @@ func (m *model) any(of func(c cell) bool) bool {
 	return slices.ContainsFunc(m.Runs, func(r results.Run) bool { return of(cell{r.Engine, r.Image, r.Kind, r.RTT, r.Rate}) })
 }
 
-// value is the median time to ready of a setting in seconds, or the floor; NaN if
-// there is none.
+// value is the median time to ready of a setting in seconds, or a reference that is
+// computed; NaN if there is none.
 func (m *model) value(c cell) float64 {
-	if c.engine == "floor" {
+	switch c.engine {
+	case "floor":
 		return m.floor(c.image, c.kind, c.rtt, c.rate)
+	case "layers":
+		return m.layers(c.image, c.kind, c.rtt, c.rate)
 	}
 	return stats.Median(m.ready(c))
 }
@@ -171,11 +211,12 @@ func (m *model) markdownMeans(row func(...string), name string, images, columns 
 	for _, e := range append([]string{"floor"}, columns...) {
 		var at []string
 		var everything []float64
+		own := map[string][]float64{} // by image
 		for _, rtt := range m.Matrix.RTTs {
 			var values []float64
 			for _, image := range images {
 				if v := of(cell{e, image, kind, rtt, rate}); !math.IsNaN(v) && v > 0 {
-					values = append(values, v)
+					values, own[image] = append(values, v), append(own[image], v)
 				}
 			}
 			everything = append(everything, values...)
@@ -184,6 +225,17 @@ func (m *model) markdownMeans(row func(...string), name string, images, columns 
 		text := strings.Join(at, " / ")
 		if len(at) > 1 && len(everything) > 0 {
 			text += fmt.Sprintf("; all **%s%s**", threeDigits(mean(everything)), unit)
+		}
+		// Images are what is drawn from: one image's times at several round-trip
+		// times say the same thing.
+		var drawn []float64
+		for _, image := range images {
+			if len(own[image]) > 0 {
+				drawn = append(drawn, mean(own[image]))
+			}
+		}
+		if interval := stats.Bootstrap(drawn, mean); len(drawn) > 2 && interval.High > interval.Low {
+			text += fmt.Sprintf(" (%s to %s)", threeDigits(interval.Low), threeDigits(interval.High))
 		}
 		cells = append(cells, text)
 	}

@@ -32,7 +32,7 @@ var labels = map[string]string{
 	"hydrofoil": "Hydrofoil", "overlayfs": "containerd", "erofs": "erofs", "stargz": "stargz", "soci": "SOCI", "starlight": "Starlight", "nydus": "Nydus",
 	"hydrofoil-untraced": "Hydrofoil, untraced", "hydrofoil-unconnected": "Hydrofoil, unconnected", "hydrofoil-bare": "Hydrofoil, neither",
 	"hydrofoil-containerd": "Hydrofoil, containerd", "hydrofoil-cri": "Hydrofoil, CRI", "overlayfs-cri": "containerd, CRI",
-	"curl": "curl (layers)", "floor": "floor T*",
+	"curl": "curl (layers)", "layers": "layers alone", "floor": "floor T*",
 }
 
 func label(engine string) string { return cmp.Or(labels[engine], engine) }
@@ -143,8 +143,8 @@ type point struct {
 func (m *model) readyLine(engine, image string, kind results.Kind, rate int64) (line []point) {
 	for _, rtt := range m.Matrix.RTTs {
 		x := float64(rtt.Milliseconds())
-		if engine == "floor" {
-			if y := m.floor(image, kind, rtt, rate); !math.IsNaN(y) {
+		if engine == "floor" || engine == "layers" {
+			if y := m.value(cell{engine, image, kind, rtt, rate}); !math.IsNaN(y) {
 				line = append(line, point{x, y, stats.Interval{Low: y, High: y}})
 			}
 			continue
@@ -167,73 +167,98 @@ func (m *model) norm(image string, rate int64) float64 {
 	return math.NaN()
 }
 
-// covers reports whether an engine ran an image at every round-trip time, and a full
-// pull of it can be compared with.
-func (m *model) covers(engine, image string, kind results.Kind, rate int64) bool {
-	if math.IsNaN(m.norm(image, rate)) {
-		return false
-	}
-	for _, rtt := range m.Matrix.RTTs {
-		if len(m.ready(cell{baseline, image, results.Fresh, rtt, rate})) == 0 || len(m.ready(cell{engine, image, kind, rtt, rate})) == 0 {
-			return false
+// covers are the images that an engine ran at every one of some round-trip times,
+// and of which a full pull can be compared with.
+func (m *model) covers(engine string, kind results.Kind, rtts []time.Duration, rate int64) (images []string) {
+	for _, image := range m.Matrix.Images {
+		lacks := func(rtt time.Duration) bool {
+			return len(m.ready(cell{baseline, image, results.Fresh, rtt, rate})) == 0 || len(m.ready(cell{engine, image, kind, rtt, rate})) == 0
+		}
+		if !slices.ContainsFunc(rtts, lacks) {
+			images = append(images, image)
 		}
 	}
-	return true
+	return images
 }
 
-// group is engines of which means can be compared: they are over the same images.
+// group is engines of which means can be compared: they are over the same images
+// and round-trip times.
 type group struct {
 	engines []string
 	images  []string
+	rtts    []time.Duration
 }
 
-// groups are, first, the engines that ran most images, with those images; and then,
-// if others ran fewer, all that ran any, with the images that each of them ran.
+// groups are, first, the engines that ran most images at all round-trip times, with
+// those images; and then, if others ran fewer, all that ran any, with the images and
+// the round-trip times at which each of them did.
 func (m *model) groups(kind results.Kind, rate int64) (groups []group) {
-	ran := map[string][]string{}
-	most := 0
+	first := group{rtts: m.Matrix.RTTs}
 	for _, e := range m.engines {
-		for _, image := range m.Matrix.Images {
-			if m.covers(e, image, kind, rate) {
-				ran[e] = append(ran[e], image)
-			}
+		ran := m.covers(e, kind, first.rtts, rate)
+		switch {
+		case len(ran) > len(first.images):
+			first.engines, first.images = []string{e}, ran
+		case len(ran) > 0 && slices.Equal(ran, first.images):
+			first.engines = append(first.engines, e)
 		}
-		most = max(most, len(ran[e]))
 	}
-	if most == 0 {
-		return nil
+	if len(first.images) > 0 {
+		groups = append(groups, first)
 	}
-	var first, all group
+	var all group
 	for _, e := range m.engines {
-		if len(ran[e]) == 0 {
-			continue
-		}
-		if len(all.engines) == 0 {
-			all.images = slices.Clone(ran[e])
-		}
-		all.engines = append(all.engines, e)
-		all.images = slices.DeleteFunc(all.images, func(image string) bool { return !slices.Contains(ran[e], image) })
-		if len(ran[e]) == most && (len(first.engines) == 0 || slices.Equal(first.images, ran[e])) {
-			first.engines, first.images = append(first.engines, e), ran[e]
+		if slices.ContainsFunc(m.Matrix.RTTs, func(rtt time.Duration) bool {
+			return len(m.covers(e, kind, []time.Duration{rtt}, rate)) > 0
+		}) {
+			all.engines = append(all.engines, e)
 		}
 	}
-	groups = append(groups, first)
-	if len(all.engines) > len(first.engines) && len(all.images) > 0 {
+	if len(all.engines) <= len(first.engines) {
+		return groups
+	}
+	// Round-trip times are taken one by one as long as that leaves an image, those
+	// with most images first.
+	common := func(rtts []time.Duration) []string {
+		images := slices.Clone(m.Matrix.Images)
+		for _, e := range all.engines {
+			ran := m.covers(e, kind, rtts, rate)
+			images = slices.DeleteFunc(images, func(image string) bool { return !slices.Contains(ran, image) })
+		}
+		return images
+	}
+	order := slices.Clone(m.Matrix.RTTs)
+	slices.SortStableFunc(order, func(a, b time.Duration) int {
+		return cmp.Compare(len(common([]time.Duration{b})), len(common([]time.Duration{a})))
+	})
+	for _, rtt := range order {
+		if images := common(append(slices.Clone(all.rtts), rtt)); len(images) > 0 {
+			all.rtts, all.images = append(all.rtts, rtt), images
+		}
+	}
+	if slices.Sort(all.rtts); len(all.images) > 0 {
 		groups = append(groups, all)
 	}
 	return groups
 }
 
+// layers is how long the compressed layers of an image take on the link alone, after
+// one round trip, in seconds; NaN without a limit.
+func (m *model) layers(image string, kind results.Kind, rtt time.Duration, rate int64) float64 {
+	im, ok := m.version(image, kind)
+	if !ok || rate == 0 {
+		return math.NaN()
+	}
+	return rtt.Seconds() + float64(8*sum(im.Layers))/float64(rate)
+}
+
 // normalisedLine is the geometric mean over images of normalised time to ready,
 // against RTT.
-func (m *model) normalisedLine(engine string, images []string, kind results.Kind, rate int64) (line []point) {
-	for _, rtt := range m.Matrix.RTTs {
+func (m *model) normalisedLine(engine string, images []string, kind results.Kind, rtts []time.Duration, rate int64) (line []point) {
+	for _, rtt := range rtts {
 		var values []float64
 		for _, image := range images {
-			own := stats.Median(m.ready(cell{engine, image, kind, rtt, rate}))
-			if engine == "floor" {
-				own = m.floor(image, kind, rtt, rate)
-			}
+			own := m.value(cell{engine, image, kind, rtt, rate})
 			if math.IsNaN(own) {
 				return nil
 			}
@@ -250,10 +275,7 @@ func (m *model) speedup(engine string, images []string, kind results.Kind, rtt t
 	var values []float64
 	for _, image := range images {
 		full := stats.Median(m.ready(cell{baseline, image, results.Fresh, rtt, rate}))
-		own := stats.Median(m.ready(cell{engine, image, kind, rtt, rate}))
-		if engine == "floor" {
-			own = m.floor(image, kind, rtt, rate)
-		}
+		own := m.value(cell{engine, image, kind, rtt, rate})
 		if math.IsNaN(full) || math.IsNaN(own) {
 			return point{}, false
 		}

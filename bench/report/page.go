@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"html/template"
 	"maps"
+	"math"
 	"os"
 	"path/filepath"
 	"slices"
@@ -90,8 +91,8 @@ type view struct {
 // Source is where everything on the page comes from.
 func (v *view) Source() string {
 	h := v.Matrix.Host
-	return fmt.Sprintf("%s; commit %s; Linux %s, %s, %d cores (%s), %.0f GiB; TCP %s; %s",
-		v.Command(), v.Matrix.Commit, h.Kernel, h.Distribution, h.Cores, h.CPU, float64(h.Memory)/(1<<30), h.Congestion, v.Settings())
+	return fmt.Sprintf("commit %s; Linux %s, %s, %d cores (%s), %.0f GiB; TCP %s; %s; by %s",
+		v.Matrix.Commit, h.Kernel, h.Distribution, h.Cores, h.CPU, float64(h.Memory)/(1<<30), h.Congestion, v.Settings(), v.Command())
 }
 
 // Command is how the benchmark was called, each time.
@@ -101,10 +102,23 @@ func (v *view) Command() string {
 		if len(words) > 0 {
 			words = slices.Clone(words)
 			words[0] = filepath.Base(words[0])
+			for i, word := range words {
+				words[i] = quoted(word)
+			}
 		}
 		commands = append(commands, strings.Join(words, " "))
 	}
 	return strings.Join(commands, "; then ")
+}
+
+// quoted is a word of a command as a shell reads it.
+func quoted(word string) string {
+	if word != "" && !strings.ContainsFunc(word, func(r rune) bool {
+		return !strings.ContainsRune("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-+=,./:@%", r)
+	}) {
+		return word
+	}
+	return "'" + strings.ReplaceAll(word, "'", `'\''`) + "'"
 }
 
 // Settings are those of the matrix, in words.
@@ -125,7 +139,11 @@ func (v *view) Settings() string {
 	if v.Matrix.Runs != 1 {
 		runs = fmt.Sprintf("%d runs", v.Matrix.Runs)
 	}
-	return fmt.Sprintf("%s, RTT %s ms, %s, page caches dropped, fresh workers", strings.Join(rates, " and "), strings.Join(rtts, ", "), runs)
+	load := "no load after ready"
+	if v.Matrix.Load > 0 {
+		load = fmt.Sprintf("%v of load after ready", v.Matrix.Load)
+	}
+	return fmt.Sprintf("%s, RTT %s ms, %s, page caches dropped, %s", strings.Join(rates, " and "), strings.Join(rtts, ", "), runs, load)
 }
 
 func (v *view) Began() string { return v.Matrix.Began.Format("2 January 2006, 15:04 MST") }
@@ -157,9 +175,51 @@ func (v *view) Headlines() (lines []headline) {
 			lines = append(lines, headline{fmt.Sprintf("%.2f × T*", stats.GeometricMean(floors)),
 				fmt.Sprintf("is the time to ready in terms of the floor: %s, geometric mean", kind)})
 		}
+		for _, what := range moved {
+			if parts := v.parts("hydrofoil", kind, rate, what.mark); len(parts) > 0 {
+				lines = append(lines, headline{percent(stats.Median(parts)),
+					fmt.Sprintf("of the layers’ bytes came down the line %s: %s, median over images and round-trip times", what.name, kind)})
+			}
+		}
 	}
 	return lines
 }
+
+// moved are the moments at which bytes are told.
+var moved = []struct {
+	mark engines.Mark
+	name string
+}{{engines.Ready, "until ready"}, {engines.Quiet, "in all"}}
+
+// part is what came down the line until a moment, as a part of the image's compressed
+// layers: the median of a setting's runs; NaN if it is not known.
+func (m *model) part(c cell, at engines.Mark) float64 {
+	im, ok := m.version(c.image, c.kind)
+	if !ok || len(im.Layers) == 0 {
+		return math.NaN()
+	}
+	var parts []float64
+	for _, r := range m.runs[c] {
+		if p, marked := r.Marks[at]; marked {
+			parts = append(parts, float64(p.Down)/float64(sum(im.Layers)))
+		}
+	}
+	return stats.Median(parts)
+}
+
+// parts are those of an engine, over images and round-trip times.
+func (m *model) parts(engine string, kind results.Kind, rate int64, at engines.Mark) (parts []float64) {
+	for _, image := range m.Matrix.Images {
+		for _, rtt := range m.Matrix.RTTs {
+			if v := m.part(cell{engine, image, kind, rtt, rate}, at); !math.IsNaN(v) {
+				parts = append(parts, v)
+			}
+		}
+	}
+	return parts
+}
+
+func percent(v float64) string { return fmt.Sprintf("%.3g%%", 100*v) }
 
 // breakdown says where the time of one start goes, for each engine.
 type breakdown struct {
@@ -169,6 +229,7 @@ type breakdown struct {
 
 type breakdownRow struct {
 	Engine, Failed                                             string // why it has no figures
+	Range                                                      string // of Total
 	Complete                                                   string
 	Deploy, Running, Ready, Total, OfFloor, Amplified, Packets string
 	Written                                                    string
@@ -210,6 +271,32 @@ func (m *model) failure(c cell) (results.Run, bool) {
 	return m.failed[i], true
 }
 
+// failedOf says which engines failed with an image, and at which round-trip times.
+func (m *model) failedOf(image string, kind results.Kind, rate int64) string {
+	var told []string
+	for _, e := range m.Matrix.Engines {
+		var at []string
+		for _, rtt := range m.Matrix.RTTs {
+			runs := 0
+			for _, r := range m.failed {
+				if r.Engine == e.Name && r.Image == image && r.Kind == kind && r.RTT == rtt && r.Rate == rate {
+					runs++
+				}
+			}
+			switch {
+			case runs == 1:
+				at = append(at, fmt.Sprint(rtt.Milliseconds()))
+			case runs > 1:
+				at = append(at, fmt.Sprintf("%d (%d runs)", rtt.Milliseconds(), runs))
+			}
+		}
+		if len(at) > 0 {
+			told = append(told, fmt.Sprintf("%s at %s ms", label(e.Name), strings.Join(at, ", ")))
+		}
+	}
+	return strings.Join(told, "; ")
+}
+
 // row is the medians of a setting's runs.
 func (m *model) row(c cell, im results.Image) breakdownRow {
 	median := func(of func(r results.Run) float64) float64 {
@@ -232,7 +319,7 @@ func (m *model) row(c cell, im results.Image) breakdownRow {
 		Engine: label(c.engine), Count: fmt.Sprint(len(m.runs[c])),
 		Deploy: secs(at(engines.Pulled)), Running: secs(at(engines.Started) - at(engines.Pulled)),
 		Ready: secs(at(engines.Ready) - at(engines.Started)), Total: secs(at(engines.Ready)),
-		Complete: "–", All: "–", OfFloor: "–", Amplified: "–", Written: "–", Waits: "–", LoadRate: "–", LoadP99: "–", Memory: "–", Disk: "–",
+		Range: "–", Complete: "–", All: "–", OfFloor: "–", Amplified: "–", Written: "–", Waits: "–", LoadRate: "–", LoadP99: "–", Memory: "–", Disk: "–",
 		Packets: fmt.Sprintf("%.1f K", median(func(r results.Run) float64 {
 			p := r.Marks[engines.Ready]
 			return float64(p.DownPackets + p.UpPackets)
@@ -245,6 +332,9 @@ func (m *model) row(c cell, im results.Image) breakdownRow {
 			return median(func(r results.Run) float64 { return float64(of(r.Marks[mark].Capture)) })
 		}
 		return fmt.Sprintf("%g, %g", at(engines.Pulled), at(engines.Ready))
+	}
+	if ready := m.ready(c); len(ready) > 1 {
+		r.Range = fmt.Sprintf("%.2f to %.2f", slices.Min(ready), slices.Max(ready))
 	}
 	r.Connections, r.Requests, r.RoundTrips = "–", "–", "–"
 	// Results from before these were counted have none.

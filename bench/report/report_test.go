@@ -8,11 +8,13 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"gonum.org/v1/plot"
 
 	"hydrofoil.dev/foil/bench/engines"
 	"hydrofoil.dev/foil/bench/link"
@@ -96,8 +98,8 @@ var (
 	blank   = regexp.MustCompile(`[ \t]+`)
 )
 
-// text is what a reader sees of a page, line by line, without the drawings.
-func text(html []byte) string {
+// visible is what a reader sees of a page, line by line, without the drawings.
+func visible(html []byte) string {
 	s := drawing.ReplaceAllString(string(html), "[drawing]")
 	s = tag.ReplaceAllString(row.ReplaceAllString(style.ReplaceAllString(s, ""), " | "), "")
 	var lines []string
@@ -116,7 +118,7 @@ func TestPage(t *testing.T) {
 	}
 	golden := filepath.Join("testdata", "page.txt")
 	if *update {
-		if err := os.WriteFile(golden, []byte(text(html)), 0o644); err != nil {
+		if err := os.WriteFile(golden, []byte(visible(html)), 0o644); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -124,7 +126,7 @@ func TestPage(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if diff := cmp.Diff(strings.Split(string(want), "\n"), strings.Split(text(html), "\n")); diff != "" {
+	if diff := cmp.Diff(strings.Split(string(want), "\n"), strings.Split(visible(html), "\n")); diff != "" {
 		t.Errorf("page (-want +got; -update writes it anew):\n%s", diff)
 	}
 	// It needs no other file, and no network.
@@ -143,6 +145,15 @@ func TestPage(t *testing.T) {
 		} else if img.Bounds().Dx() < 900 {
 			t.Errorf("%s: only %d pixels wide", name, img.Bounds().Dx())
 		}
+		// A file tells by itself where it comes from.
+		for _, want := range []string{"iTXtTitle\x00", "iTXtSource\x00", "commit 0123abc", "Linux 6.18.0", "bench run --images redis,python"} {
+			if !bytes.Contains(file, []byte(want)) {
+				t.Errorf("%s.png does not say %q", name, want)
+			}
+		}
+	}
+	if _, err := describe([]byte("GIF89a"), "Title", "a"); err == nil {
+		t.Error("something else than a PNG file was described")
 	}
 }
 
@@ -176,11 +187,12 @@ func TestWrite(t *testing.T) {
 func TestMeans(t *testing.T) {
 	m := newModel(made())
 	groups := m.groups(results.Fresh, 1e8)
-	want := []group{{[]string{"hydrofoil", "overlayfs", "curl"}, []string{"redis", "python"}}, {[]string{"hydrofoil", "overlayfs", "nydus", "curl"}, []string{"redis"}}}
+	rtts := []time.Duration{0, 150 * time.Millisecond}
+	want := []group{{[]string{"hydrofoil", "overlayfs", "curl"}, []string{"redis", "python"}, rtts}, {[]string{"hydrofoil", "overlayfs", "nydus", "curl"}, []string{"redis"}, rtts}}
 	if diff := cmp.Diff(want, groups, cmp.AllowUnexported(group{})); diff != "" {
 		t.Fatalf("groups (-want +got):\n%s", diff)
 	}
-	line := m.normalisedLine("hydrofoil", groups[0].images, results.Fresh, 1e8)
+	line := m.normalisedLine("hydrofoil", groups[0].images, results.Fresh, rtts, 1e8)
 	if len(line) != 2 {
 		t.Fatalf("%d points", len(line))
 	}
@@ -197,5 +209,59 @@ func TestMeans(t *testing.T) {
 	}
 	if !math.IsNaN(m.floor("unknown", results.Fresh, 0, 1e8)) {
 		t.Error("an unknown image has a floor")
+	}
+}
+
+// Engines that ran at some round-trip times only are compared with the others there.
+func TestGroupsOfSomeRoundTrips(t *testing.T) {
+	all := made()
+	all.Runs = slices.DeleteFunc(all.Runs, func(r results.Run) bool { return r.Engine == "nydus" && r.RTT == 0 })
+	want := []group{
+		{[]string{"hydrofoil", "overlayfs", "curl"}, []string{"redis", "python"}, []time.Duration{0, 150 * time.Millisecond}},
+		{[]string{"hydrofoil", "overlayfs", "nydus", "curl"}, []string{"redis"}, []time.Duration{150 * time.Millisecond}},
+	}
+	if diff := cmp.Diff(want, newModel(all).groups(results.Fresh, 1e8), cmp.AllowUnexported(group{})); diff != "" {
+		t.Errorf("groups (-want +got):\n%s", diff)
+	}
+	m := newModel(all)
+	for _, build := range []func(int64) (section, error){m.means, m.speedups} {
+		s, err := build(1e8)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if !slices.ContainsFunc(s.Figures, func(f figure) bool { return strings.HasSuffix(f.File, "-fresh-100mbit-all-engines") }) {
+			t.Errorf("%s: no figure of all engines", s.Title)
+		}
+	}
+}
+
+func TestTicks(t *testing.T) {
+	for _, c := range []struct {
+		ticker    plot.Ticker
+		low, high float64
+		want      []string
+	}{
+		{majors{}, 0, 27, []string{"0", "5", "10", "15", "20", "25"}},
+		{majors{}, 0, 1.1, []string{"0", "0.2", "0.4", "0.6", "0.8", "1"}},
+		{majors{}, 0, 0.3, []string{"0", "0.05", "0.1", "0.15", "0.2", "0.25", "0.3"}},
+		{majors{}, 0, 52000, []string{"0", "10000", "20000", "30000", "40000", "50000"}},
+		{decades{}, 0.04, 1.2, []string{"0.05", "0.1", "0.2", "0.5", "1"}},
+		{decades{}, 0.5, 2000, []string{"1", "3", "10", "30", "100", "300", "1000"}},
+	} {
+		var got []string
+		for _, tick := range c.ticker.Ticks(c.low, c.high) {
+			got = append(got, tick.Label)
+		}
+		if diff := cmp.Diff(c.want, got); diff != "" {
+			t.Errorf("%T from %g to %g (-want +got):\n%s", c.ticker, c.low, c.high, diff)
+		}
+	}
+}
+
+func TestQuoted(t *testing.T) {
+	for word, want := range map[string]string{"--rate": "--rate", "100mbit,pytorch=1gbit": "100mbit,pytorch=1gbit", "": "''", "a b": "'a b'", "it's": `'it'\''s'`, "$HOME": "'$HOME'"} {
+		if got := quoted(word); got != want {
+			t.Errorf("%q became %s, want %s", word, got, want)
+		}
 	}
 }

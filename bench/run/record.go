@@ -51,17 +51,17 @@ func (m *matrix) record(ctx context.Context) error {
 		return fmt.Errorf("bench: none of the engines is here")
 	}
 	before, err := m.out.Matrix()
-	if results.Missing(err) {
-		return m.out.PutMatrix(now)
-	}
-	if err != nil {
+	if err == nil {
+		if now, err = merge(before, now); err != nil {
+			return fmt.Errorf("bench: %s: %w; choose another --out", m.out, err)
+		}
+	} else if !results.Missing(err) {
 		return err
 	}
-	merged, err := merge(before, now)
-	if err != nil {
-		return fmt.Errorf("bench: %s: %w; choose another --out", m.out, err)
+	if m.Forecast {
+		return nil
 	}
-	return m.out.PutMatrix(merged)
+	return m.out.PutMatrix(now)
 }
 
 // merge adds what is asked for now to what was before. Results of two programs
