@@ -68,15 +68,12 @@ func (b *Builder) ready(ctx context.Context, image *Built, dir, rootfs string, t
 	defer cancel()
 	start := time.Now()
 	r := runner.Runner{StateRoot: filepath.Join(dir, "runc")}
-	c, err := r.Create(ctx, id, dir, runner.IO{Stdout: p.Writer(&said), Stderr: p.Writer(&said)})
+	c, err := r.Start(ctx, id, dir, runner.IO{Stdout: p.Writer(&said), Stderr: p.Writer(&said)})
 	if err != nil {
 		return 0, fmt.Errorf("images: %w", err)
 	}
 	defer func() { err = errors.Join(err, c.Close()) }()
-	if err = c.Start(ctx); err == nil {
-		err = p.Wait(ctx, c)
-	}
-	if err != nil {
+	if err = p.Wait(ctx, c); err != nil {
 		return 0, fmt.Errorf("images: %w; the container said:\n%s", err, said.String())
 	}
 	return time.Since(start), nil

@@ -7,7 +7,7 @@
 // # The story of a run
 //
 // Run pulls until the image is mounted, has the daemon prepare a container,
-// creates it with runc, starts it, waits for its probe, and waits for its end.
+// starts it with runc, waits for its probe, and waits for its end.
 // Each step is an event:
 //
 //	resolved   manifest and config are known

@@ -143,14 +143,14 @@ func (r *run) run(ctx context.Context) (code int, err error) {
 	started := make(chan *runner.Container, 1)
 	helpers.Go(func() { r.signals(always, started, interrupt) })
 	helpers.Go(func() { r.pull(always) })
+	helpers.Go(r.Runner.Warm)
 
-	proc, id, err := r.create(before)
+	id, dir, err := r.prepare(before)
 	if err != nil {
 		return 0, notStarted(before, err)
 	}
 	noted := make(chan struct{}) // closed when the daemon knows of the start
 	defer func() {
-		err = errors.Join(err, proc.Close())
 		// One that never ran is of no use to anybody.
 		if _, never := errors.AsType[*NotStartedError](err); r.o.Remove || never {
 			if !never {
@@ -165,9 +165,11 @@ func (r *run) run(ctx context.Context) (code int, err error) {
 	}()
 	r.began = time.Now()
 	r.starting.Store(true)
-	if err := proc.Start(before); err != nil {
+	proc, err := r.Runner.Start(before, id, dir, r.o.IO)
+	if err != nil {
 		return 0, notStarted(before, err)
 	}
+	defer func() { err = errors.Join(err, proc.Close()) }()
 	started <- proc
 	helpers.Go(func() {
 		r.note(always, id, time.Time{})
@@ -294,6 +296,9 @@ func (p probed) Exec(ctx context.Context, args []string) (int, error) {
 	return p.runner.Exec(ctx, p.ID, args, runner.IO{})
 }
 
+// startPatience is how long a signal waits for a container that is being started.
+const startPatience = 2 * time.Second
+
 // signals passes signals on to the container, or interrupts before there is one.
 func (r *run) signals(ctx context.Context, started <-chan *runner.Container, interrupt context.CancelCauseFunc) {
 	var proc *runner.Container
@@ -303,17 +308,20 @@ func (r *run) signals(ctx context.Context, started <-chan *runner.Container, int
 			return
 		case proc = <-started:
 		case sig := <-r.o.Signals:
-			if proc == nil && !r.starting.Load() {
-				interrupt(ErrInterrupted)
-				continue
-			}
-			// The process may run already, though nobody has said so yet.
-			if proc == nil {
+			if proc == nil && r.starting.Load() {
+				// The process may run already, though nobody has said so yet. If
+				// nobody does, its start hangs.
+				patience := time.NewTimer(startPatience)
 				select {
 				case <-ctx.Done():
-					return
 				case proc = <-started:
+				case <-patience.C:
 				}
+				patience.Stop()
+			}
+			if proc == nil {
+				interrupt(ErrInterrupted)
+				continue
 			}
 			select {
 			case <-proc.Done():
@@ -326,8 +334,9 @@ func (r *run) signals(ctx context.Context, started <-chan *runner.Container, int
 	}
 }
 
-// create brings the container to where its process could be executed.
-func (r *run) create(ctx context.Context) (*runner.Container, string, error) {
+// prepare brings the container to where it can be started: its filesystem and its
+// configuration are in the bundle directory dir.
+func (r *run) prepare(ctx context.Context) (id, dir string, err error) {
 	mounted := r.mounted
 	if r.tracing != nil {
 		mounted = nil // complete, or not at all
@@ -336,38 +345,35 @@ func (r *run) create(ctx context.Context) (*runner.Container, string, error) {
 	case <-mounted:
 	case <-r.pulled:
 		if r.pullErr != nil {
-			return nil, "", r.pullErr
+			return "", "", r.pullErr
 		}
 	case <-ctx.Done():
-		return nil, "", context.Cause(ctx)
+		return "", "", context.Cause(ctx)
 	}
 	c, err := r.Client.CreateContainer(ctx, api.ContainerRequest{ID: r.o.Spec.ID, Ref: r.o.Pull.Ref, Trace: r.tracing != nil})
 	if err != nil {
-		return nil, "", err
+		return "", "", err
 	}
-	proc, err := r.prepare(ctx, c)
-	if err != nil {
-		return nil, "", errors.Join(err, r.Client.RemoveContainer(context.WithoutCancel(ctx), c.ID))
+	if err := r.configure(c); err != nil {
+		return "", "", errors.Join(err, r.Client.RemoveContainer(context.WithoutCancel(ctx), c.ID))
 	}
-	return proc, c.ID, nil
+	return c.ID, c.Dir, nil
 }
 
-func (r *run) prepare(ctx context.Context, c *api.Container) (*runner.Container, error) {
+// configure writes the container's configuration.
+func (r *run) configure(c *api.Container) error {
 	var image ocispec.Image
 	if err := json.Unmarshal(c.Config, &image); err != nil {
-		return nil, fmt.Errorf("config of image %s: %w", c.Ref, err)
+		return fmt.Errorf("config of image %s: %w", c.Ref, err)
 	}
 	o := r.o.Spec
 	o.Dir, o.Rootfs = c.Dir, c.Rootfs
 	spec, err := runner.Spec(image, o)
 	if err != nil {
-		return nil, err
+		return err
 	}
 	r.args = spec.Process.Args
-	if err := runner.WriteSpec(c.Dir, spec); err != nil {
-		return nil, err
-	}
-	return r.Runner.Create(ctx, c.ID, c.Dir, r.o.IO)
+	return runner.WriteSpec(c.Dir, spec)
 }
 
 // notStarted says why the container did not start; when it was interrupted, that

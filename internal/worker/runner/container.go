@@ -15,7 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Container is a container that this process has created.
+// Container is a container that this process has started.
 type Container struct {
 	ID string
 
@@ -31,19 +31,19 @@ type Container struct {
 	closeErr  error
 }
 
-// Create makes the container of a bundle directory, up to the point where its
-// first process could be executed. The IDs of one StateRoot are unique.
-// Streams are described at IO; a container with a terminal (process.terminal in
-// config.json) needs IO.TTY.
-func (r *Runner) Create(ctx context.Context, id, dir string, o IO) (*Container, error) {
-	c, err := r.create(ctx, id, dir, o)
+// Start makes the container of a bundle directory and executes its first process.
+// The IDs of one StateRoot are unique. Streams are described at IO; a container
+// with a terminal (process.terminal in config.json) needs IO.TTY. When ctx ends
+// before Start returns, the container is removed, whether its process ran or not.
+func (r *Runner) Start(ctx context.Context, id, dir string, o IO) (*Container, error) {
+	c, err := r.start(ctx, id, dir, o)
 	if err != nil {
-		return nil, fmt.Errorf("create container %s: %w", id, err)
+		return nil, fmt.Errorf("start container %s: %w", id, err)
 	}
 	return c, nil
 }
 
-func (r *Runner) create(ctx context.Context, id, dir string, o IO) (*Container, error) {
+func (r *Runner) start(ctx context.Context, id, dir string, o IO) (*Container, error) {
 	if err := os.MkdirAll(r.StateRoot, 0o711); err != nil {
 		return nil, err
 	}
@@ -58,25 +58,30 @@ func (r *Runner) create(ctx context.Context, id, dir string, o IO) (*Container, 
 	if err := os.Remove(log); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return nil, errors.Join(err, s.abort())
 	}
-	args := []string{"create", "--bundle", dir, "--pid-file", pidFile}
+	// One command is faster than two. A terminal must have its size before a
+	// process can ask for it, and that is set in between.
+	args := []string{"run", "--detach"}
 	if s.console != nil {
-		args = append(args, "--console-socket", s.console.path)
+		args = []string{"create", "--console-socket", s.console.path}
 	}
-	cmd := r.command(ctx, log, append(args, id)...)
+	cmd := r.command(ctx, log, append(args, "--bundle", dir, "--pid-file", pidFile, id)...)
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = s.files()
 	err = cmd.Run()
 	if errors.Is(err, exec.ErrNotFound) {
 		return nil, errors.Join(errNoRunc(err), s.abort())
 	}
-	if err != nil {
+	if err != nil && ctx.Err() == nil {
 		if b, readErr := os.ReadFile(log); readErr == nil && lastError(b) != "" {
 			err = errors.New(lastError(b))
 		}
 		return nil, errors.Join(err, s.abort())
 	}
-	// From here on there is a container to be removed when something fails.
+	// From here on there may be a container to be removed when something fails.
 	fail := func(err error) (*Container, error) {
 		return nil, errors.Join(err, r.Delete(context.WithoutCancel(ctx), id), s.abort())
+	}
+	if err != nil { // runc was killed
+		return fail(fmt.Errorf("%w: %w", context.Cause(ctx), err))
 	}
 	b, err := os.ReadFile(pidFile)
 	if err != nil {
@@ -92,6 +97,11 @@ func (r *Runner) create(ctx context.Context, id, dir string, o IO) (*Container, 
 	}
 	if err := s.begin(); err != nil {
 		return fail(err)
+	}
+	if s.console != nil {
+		if _, err := r.run(ctx, "start", id); err != nil {
+			return fail(err)
+		}
 	}
 	c := &Container{ID: id, runner: r, process: process, streams: s, ended: make(chan struct{})}
 	go c.follow()
@@ -112,14 +122,6 @@ func (c *Container) follow() {
 
 // PID is that of the container's first process.
 func (c *Container) PID() int { return c.process.Pid }
-
-// Start executes the container's first process.
-func (c *Container) Start(ctx context.Context) error {
-	if _, err := c.runner.run(ctx, "start", c.ID); err != nil {
-		return fmt.Errorf("start container %s: %w", c.ID, err)
-	}
-	return nil
-}
 
 // Done is closed when the container has ended and all its output was written.
 func (c *Container) Done() <-chan struct{} { return c.ended }

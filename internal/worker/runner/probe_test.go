@@ -34,14 +34,11 @@ func TestProbes(t *testing.T) {
 					t.Fatal(err)
 				}
 				var out bytes.Buffer
-				c, err := b.Create(ctx, b.id, b.dir, IO{Stdout: p.Writer(&out)})
+				c, err := b.Start(ctx, b.id, b.dir, IO{Stdout: p.Writer(&out)})
 				if err != nil {
 					t.Fatal(err)
 				}
 				defer c.Close()
-				if err := c.Start(ctx); err != nil {
-					t.Fatal(err)
-				}
 				if err := p.Wait(ctx, c); err != nil {
 					t.Error(err)
 				}

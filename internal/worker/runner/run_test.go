@@ -290,25 +290,17 @@ func TestLifeCycle(t *testing.T) {
 	if list, err := b.List(ctx); err != nil || len(list) != 0 {
 		t.Errorf("list of none: %v, %v", list, err)
 	}
-	c, err := b.Create(ctx, b.id, b.dir, IO{Stdout: out})
+	c, err := b.Start(ctx, b.id, b.dir, IO{Stdout: out})
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer c.Close()
 	s, err := b.State(ctx, b.id)
-	if err != nil || s.Status != "created" || s.PID != c.PID() || s.Bundle != b.dir {
+	if err != nil || s.Status != "running" || s.PID != c.PID() || s.Bundle != b.dir {
 		t.Errorf("state %+v, %v", s, err)
 	}
-	if _, err := b.Create(ctx, b.id, b.dir, IO{}); err == nil || !strings.Contains(err.Error(), "exists") {
-		t.Errorf("created a second container of that ID: %v", err)
-	}
-	select {
-	case <-ready:
-		t.Error("it ran before Start")
-	default:
-	}
-	if err := c.Start(ctx); err != nil {
-		t.Fatal(err)
+	if _, err := b.Start(ctx, b.id, b.dir, IO{}); err == nil || !strings.Contains(err.Error(), "exists") {
+		t.Errorf("started a second container of that ID: %v", err)
 	}
 	<-ready
 	if list, err := b.List(ctx); err != nil || len(list) != 1 || list[0].Status != "running" || list[0].ID != b.id {
@@ -357,14 +349,11 @@ func TestCloseKills(t *testing.T) {
 	ctx, cancel := context.WithTimeout(context.Background(), timeout)
 	defer cancel()
 	out, ready := until("ready\n")
-	c, err := b.Create(ctx, b.id, b.dir, IO{Stdout: out})
+	c, err := b.Start(ctx, b.id, b.dir, IO{Stdout: out})
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer c.Close()
-	if err := c.Start(ctx); err != nil {
-		t.Fatal(err)
-	}
 	<-ready
 	if err := c.Close(); err != nil {
 		t.Error(err)
@@ -392,7 +381,7 @@ func TestErrorsSayWhatIsWrong(t *testing.T) {
 	}
 }
 
-func BenchmarkCreateStartExit(b *testing.B) {
+func BenchmarkStartExit(b *testing.B) {
 	bd := newBed(b)
 	bd.configure(b, sh("exit 0"), SpecOptions{})
 	for i := 0; b.Loop(); i++ {

@@ -1,22 +1,20 @@
 // Package runner runs containers with runc: it turns an image's config into an
-// OCI runtime configuration, and follows one container from its creation to its
+// OCI runtime configuration, and follows one container from its start to its
 // exit code.
 //
 //	spec, err := runner.Spec(image, runner.SpecOptions{ID: id, Dir: dir, Rootfs: rootfs})
 //	err = runner.WriteSpec(dir, spec)
 //	r := &runner.Runner{StateRoot: "/run/foil/runc"}
-//	c, err := r.Create(ctx, id, dir, runner.IO{Stdin: os.Stdin, Stdout: os.Stdout, Stderr: os.Stderr})
+//	c, err := r.Start(ctx, id, dir, runner.IO{Stdin: os.Stdin, Stdout: os.Stdout, Stderr: os.Stderr})
 //	defer c.Close()            // kills it if need be, and removes runc's state
 //	stop := c.ForwardSignals() // of this process
 //	defer stop()
-//	err = c.Start(ctx)
 //	code, err := c.Wait(ctx)   // exit code, or 128 + signal
 //
-// Run does all from Create on. Create makes namespaces, cgroup and mounts, and
-// ends with a process that waits to execute the container's; Start lets it.
+// Run does all from Start on.
 //
 // runc ends after each of its commands: the container's process becomes a child
-// of the process that called Create, which turns itself into a subreaper for
+// of the process that called Start, which turns itself into a subreaper for
 // that. So that process, and no other, learns the exit code.
 package runner
 
@@ -48,16 +46,36 @@ type Runner struct {
 	Command string
 }
 
-func (r *Runner) command(ctx context.Context, log string, args ...string) *exec.Cmd {
-	name := r.Command
-	if name == "" {
-		name = "runc"
+// program is what runc is called by.
+func (r *Runner) program() string {
+	if r.Command == "" {
+		return "runc"
 	}
+	return r.Command
+}
+
+// Warm has the kernel read runc into the page cache, without waiting for it: on a host
+// that has not run it for a while a start would wait for its 10 MB. That it fails
+// is noticed when runc is called.
+func (r *Runner) Warm() {
+	path, err := exec.LookPath(r.program())
+	if err != nil {
+		return
+	}
+	f, err := os.Open(path)
+	if err != nil {
+		return
+	}
+	defer f.Close()
+	_ = unix.Fadvise(int(f.Fd()), 0, 0, unix.FADV_WILLNEED)
+}
+
+func (r *Runner) command(ctx context.Context, log string, args ...string) *exec.Cmd {
 	full := []string{"--root", r.StateRoot}
 	if log != "" {
 		full = append(full, "--log", log, "--log-format", "json")
 	}
-	return exec.CommandContext(ctx, name, append(full, args...)...)
+	return exec.CommandContext(ctx, r.program(), append(full, args...)...)
 }
 
 // run runs one of runc's commands that is not connected to the container's
@@ -195,7 +213,7 @@ type RunOptions struct {
 // on, and the result is the container's exit code, or 128 plus the signal that
 // ended it. When ctx ends, the container is killed. It is always deleted.
 func (r *Runner) Run(ctx context.Context, o RunOptions) (code int, err error) {
-	c, err := r.Create(ctx, o.ID, o.Dir, o.IO)
+	c, err := r.Start(ctx, o.ID, o.Dir, o.IO)
 	if err != nil {
 		return 0, err
 	}
@@ -206,9 +224,6 @@ func (r *Runner) Run(ctx context.Context, o RunOptions) (code int, err error) {
 	}()
 	stop := c.ForwardSignals()
 	defer stop()
-	if err := c.Start(ctx); err != nil {
-		return 0, err
-	}
 	if o.Started != nil {
 		o.Started(c)
 	}

@@ -51,14 +51,11 @@ func TestTerminal(t *testing.T) {
 	ctx, cancel := context.WithTimeout(context.Background(), timeout)
 	defer cancel()
 	out := &expectWriter{seen: make(chan string, 100)}
-	c, err := b.Create(ctx, b.id, b.dir, IO{Stdin: terminal, Stdout: out, TTY: true})
+	c, err := b.Start(ctx, b.id, b.dir, IO{Stdin: terminal, Stdout: out, TTY: true})
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer c.Close()
-	if err := c.Start(ctx); err != nil {
-		t.Fatal(err)
-	}
 	out.expect(t, c, "33 77\r\nready\r\n")
 
 	// The size follows, and a line typed arrives.
