@@ -149,12 +149,13 @@ func create(dir string, l *Layout, boot bootID) (_ *Arena, err error) {
 	if err != nil {
 		return nil, fmt.Errorf("create arena: %w", err)
 	}
-	// Maps without an arena are what Remove leaves when it is interrupted.
-	err = removeMaps(dir)
+	// Maps without an arena are what Remove leaves when it is interrupted. They must
+	// not come back; Sync makes the new arena durable with its maps.
+	found, err := removeMaps(dir)
 	if err == nil {
 		err = f.Truncate(l.size)
 	}
-	if err == nil {
+	if err == nil && found {
 		err = syncDir(dir)
 	}
 	var a *Arena
@@ -516,7 +517,7 @@ func (a *Arena) Remove() error {
 // Remove deletes an arena that is not open. A missing one is no error.
 func Remove(dir string) error {
 	// The maps go first: an arena without maps holds nothing.
-	if err := removeMaps(dir); err != nil {
+	if _, err := removeMaps(dir); err != nil {
 		return fmt.Errorf("remove arena: %w", err)
 	}
 	if err := os.Remove(filepath.Join(dir, FileName)); err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -529,11 +530,14 @@ func Remove(dir string) error {
 	return err
 }
 
-func removeMaps(dir string) error {
+func removeMaps(dir string) (found bool, err error) {
 	for _, name := range []string{durableName, durableName + ".new", presenceName} {
-		if err := os.Remove(filepath.Join(dir, name)); err != nil && !errors.Is(err, fs.ErrNotExist) {
-			return err
+		switch err := os.Remove(filepath.Join(dir, name)); {
+		case err == nil:
+			found = true
+		case !errors.Is(err, fs.ErrNotExist):
+			return found, err
 		}
 	}
-	return nil
+	return found, nil
 }

@@ -22,7 +22,8 @@ type Range struct{ Off, Len int64 }
 func Punch(dir string, keep []Range) (freed int64, err error) {
 	path := filepath.Join(dir, FileName)
 	what := func(err error) error { return fmt.Errorf("free what is not needed of arena %s: %w", dir, err) }
-	if err := errors.Join(removeMaps(dir), syncDir(dir)); err != nil {
+	_, err = removeMaps(dir)
+	if err = errors.Join(err, syncDir(dir)); err != nil {
 		return 0, what(err)
 	}
 	f, err := os.OpenFile(path, os.O_RDWR, 0)

@@ -151,9 +151,17 @@ func (n *Node) CreateContainer(ctx context.Context, req api.ContainerRequest) (_
 	if err != nil {
 		return nil, err
 	}
-	if err := writeFileAtomic(filepath.Join(dir, "container.json"), b); err != nil {
+	record := filepath.Join(dir, "container.json")
+	if err := replaceFile(record, b); err != nil {
 		return nil, err
 	}
+	// A power cut ends the container, so that its start need not wait for this.
+	n.work.Go(func() {
+		err := errors.Join(syncFile(record), syncDir(dir))
+		if err != nil && !errors.Is(err, os.ErrNotExist) { // it was removed
+			n.log.Warn("make the record of a container durable", "id", req.ID, "error", err)
+		}
+	})
 	// Who asked and went away would never remove it.
 	if err := ctx.Err(); err != nil {
 		return nil, err

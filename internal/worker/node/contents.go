@@ -188,24 +188,64 @@ func sortByID(numbers []int32, id func(int32) *segment.ID) {
 // writeFileAtomic makes path hold data, or what it held before, after a crash
 // at any instant.
 func writeFileAtomic(path string, data []byte) error {
-	f, err := os.CreateTemp(filepath.Dir(path), ".tmp-*")
+	f, err := stage(path, data)
+	if err == nil {
+		err = f.put()
+	}
 	if err != nil {
 		return err
 	}
-	defer func() { _ = os.Remove(f.Name()) }()
-	if _, err := f.Write(data); err != nil {
-		return errors.Join(fmt.Errorf("write %s: %w", path, err), f.Close())
+	return syncDir(filepath.Dir(path))
+}
+
+// staged is a file that is on the disk under a name of its own, until put gives
+// it its place, or drop removes it.
+type staged struct{ path, tmp string }
+
+func stage(path string, data []byte) (s staged, err error) {
+	if s, err = stageFast(path, data); err != nil {
+		return s, err
 	}
-	if err := f.Sync(); err != nil {
-		return errors.Join(fmt.Errorf("write %s: %w", path, err), f.Close())
+	if err := syncFile(s.tmp); err != nil {
+		s.drop()
+		return s, err
 	}
-	if err := f.Close(); err != nil {
-		return fmt.Errorf("write %s: %w", path, err)
+	return s, nil
+}
+
+func stageFast(path string, data []byte) (s staged, err error) {
+	f, err := os.CreateTemp(filepath.Dir(path), ".tmp-*")
+	if err != nil {
+		return s, err
 	}
-	if err := os.Rename(f.Name(), path); err != nil {
+	s = staged{path, f.Name()}
+	_, err = f.Write(data)
+	if err := errors.Join(err, f.Close()); err != nil {
+		s.drop()
+		return s, fmt.Errorf("write %s: %w", path, err)
+	}
+	return s, nil
+}
+
+func (s staged) put() error {
+	err := os.Rename(s.tmp, s.path)
+	if err != nil {
+		s.drop()
+	}
+	return err
+}
+
+func (s staged) drop() { _ = os.Remove(s.tmp) }
+
+// replaceFile makes path hold data, or what it held before, whenever the daemon
+// is killed. A power cut may leave an empty file, until the file and its directory
+// are synced.
+func replaceFile(path string, data []byte) error {
+	f, err := stageFast(path, data)
+	if err != nil {
 		return err
 	}
-	return syncDir(filepath.Dir(path))
+	return f.put()
 }
 
 func syncDir(dir string) error {

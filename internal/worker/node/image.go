@@ -48,13 +48,13 @@ func (n *Node) imagePath(ref string) string {
 	return filepath.Join(n.opts.Root, "images", hex.EncodeToString(h[:])+".json")
 }
 
-// saveImage makes an image's record durable.
-func (n *Node) saveImage(img *image) error {
+// stageImage brings an image's record to the disk, but not to its place.
+func (n *Node) stageImage(img *image) (staged, error) {
 	b, err := json.Marshal(img)
 	if err != nil {
-		return err
+		return staged{}, err
 	}
-	return writeFileAtomic(n.imagePath(img.Ref), b)
+	return stage(n.imagePath(img.Ref), b)
 }
 
 // loadImages reads every image record. One that cannot be read harms only

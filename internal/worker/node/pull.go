@@ -46,6 +46,7 @@ type pull struct {
 	progress   fetch.Progress // of it, once it has ended
 	digest     string
 	image      *image
+	record     func() (staged, error) // of image, once it is on the disk; set before the mount
 	rootfs     *rootfs
 	committed  bool
 	mountErr   error // of the mount that this pull made
@@ -154,6 +155,7 @@ func (p *pull) run() {
 	for err != nil && (p.again(err) || p.tryOn(err)) {
 		err = p.bring(p.ctx)
 	}
+	p.dropRecord()
 	stopped := false
 	if err != nil {
 		if cause := context.Cause(p.ctx); isStopped(cause) {
@@ -473,6 +475,7 @@ func (p *pull) resolved(img *bundle.Image) {
 	}
 	p.mu.Unlock()
 	if first {
+		p.stageImage()
 		p.happened(api.Resolved, nil)
 	}
 }
@@ -631,6 +634,41 @@ func (p *pull) mount(r *rootfs, t *toc.TOC, place placement) {
 	debug.FreeOSMemory() // what the mount of a large image took
 }
 
+// stageImage begins to write the image's record: that it is on the disk is waited
+// for when everything else is ready.
+func (p *pull) stageImage() {
+	n, img := p.n, p.image
+	n.mu.Lock()
+	if old := n.images[img.Ref]; old != nil && old.Digest == img.Digest {
+		img.Created = old.Created
+	}
+	n.mu.Unlock()
+	var file staged
+	var err error
+	written := make(chan struct{})
+	p.work.Go(func() {
+		defer close(written)
+		file, err = n.stageImage(img)
+	})
+	p.record = func() (staged, error) {
+		<-written
+		return file, err
+	}
+}
+
+// dropRecord removes the record of an image that was not committed.
+func (p *pull) dropRecord() {
+	p.mu.Lock()
+	committed := p.committed
+	p.mu.Unlock()
+	if p.record == nil || committed {
+		return
+	}
+	if file, err := p.record(); err == nil {
+		file.drop()
+	}
+}
+
 // commit records the image: from now on its reference names this rootfs.
 func (p *pull) commit() error {
 	n := p.n
@@ -640,14 +678,18 @@ func (p *pull) commit() error {
 	if done {
 		return nil
 	}
-	n.mu.Lock()
-	if old := n.images[img.Ref]; old != nil && old.Digest == img.Digest {
-		img.Created = old.Created
+	record, err := p.record()
+	if err == nil {
+		err = record.put()
 	}
-	n.mu.Unlock()
-	if err := n.saveImage(img); err != nil {
+	if err != nil {
 		return err
 	}
+	p.work.Go(func() {
+		if err := syncDir(filepath.Dir(record.path)); err != nil {
+			n.log.Warn("make the record of an image durable", "ref", img.Ref, "error", err)
+		}
+	})
 	n.mu.Lock()
 	img.used = time.Now()
 	n.images[img.Ref] = img
@@ -713,7 +755,7 @@ func (n *Node) finish(ctx context.Context, r *rootfs) error {
 	n.at("synced")
 	rec := r.rec
 	rec.Complete = true
-	if err := r.write(&rec); err != nil {
+	if err := r.save(&rec, writeFileAtomic); err != nil {
 		return what(err)
 	}
 	n.at("recorded")
@@ -774,7 +816,7 @@ func (n *Node) retire(r *rootfs) error {
 
 // syncFiles makes the files durable without which the arena would be of no use.
 func (r *rootfs) syncFiles() error {
-	return errors.Join(syncFile(r.path("toc")), syncFile(r.path("placement")), syncFile(r.path("contents")), syncDir(r.dir))
+	return errors.Join(syncFile(r.path("toc")), syncFile(r.path("placement")), syncFile(r.path("contents")), syncFile(r.path("rootfs.json")), syncDir(r.dir))
 }
 
 // lentAbsent returns an error unless every content that r uses in place is where

@@ -395,7 +395,7 @@ func (n *Node) mountAgain(r *rootfs, have *restored) error {
 		}
 		if got != r.rec.Meta {
 			r.rec.Meta = got
-			if err := r.save(); err != nil {
+			if err := r.save(&r.rec, writeFileAtomic); err != nil {
 				return err
 			}
 		}

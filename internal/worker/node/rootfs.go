@@ -254,15 +254,13 @@ func decodePlacement(b []byte, t *toc.TOC, arenas int) (placement, error) {
 // own returns the index in rec.Arenas of the rootfs's own arena, or -1.
 func (r *rootfs) own() int { return slices.Index(r.rec.Arenas, r.id()) }
 
-func (r *rootfs) save() error { return r.write(&r.rec) }
-
-// write replaces the record on the disk.
-func (r *rootfs) write(rec *rootfsRecord) error {
+// save replaces the record on the disk, by writeFileAtomic or replaceFile.
+func (r *rootfs) save(rec *rootfsRecord, write func(path string, data []byte) error) error {
 	b, err := json.MarshalIndent(rec, "", "\t")
 	if err != nil {
 		return err
 	}
-	return writeFileAtomic(r.path("rootfs.json"), b)
+	return write(r.path("rootfs.json"), b)
 }
 
 func sum(b []byte) string {
@@ -430,7 +428,9 @@ func (n *Node) mountRootfs(r *rootfs, t *toc.TOC, place placement) error {
 	}
 	r.rec.Meta = meta
 	n.at("meta")
-	if err := r.save(); err != nil {
+	// Not durable, and neither is what it describes: a rootfs that a power cut takes
+	// so early is pulled again. finish, and that of one that uses contents of it, sync it.
+	if err := r.save(&r.rec, replaceFile); err != nil {
 		return err
 	}
 	n.at("saved")
