@@ -33,6 +33,7 @@ type Options struct {
 	Services [][]string
 	Workers  int // that learn, one after the other; 0: none
 	Updates  bool
+	Rounds   int // of updates; 0: one
 	Memory   bool
 	RTT      time.Duration
 	Rate     int64  // bits a second
@@ -72,6 +73,14 @@ type Start struct {
 	Origin string        `json:"origin"`
 	Waits  int64         `json:"waits"`
 	Waited time.Duration `json:"waited_ns"`
+	// Mounted and Started are when a container could be started, and when its process was.
+	Mounted time.Duration `json:"mounted_ns"`
+	Started time.Duration `json:"started_ns"`
+	// Of several, this is the one with the median of the times until ready; these are the
+	// number, and the least and the most.
+	Runs  int           `json:"runs,omitempty"`
+	Least time.Duration `json:"least_ns,omitempty"`
+	Most  time.Duration `json:"most_ns,omitempty"`
 }
 
 type bench struct {
@@ -185,14 +194,20 @@ func (b *bench) at(ctx context.Context, o link.Options, images []engines.Image, 
 	}
 	defer func() { err = errors.Join(err, server.Stop(syscall.SIGTERM)) }()
 	for _, im := range images {
-		if err := engines.Push(ctx, s, im); err != nil {
-			return err
-		}
-		if _, err := engines.Settle(ctx, filepath.Join(dir, "serve")); err != nil {
+		if err := b.push(ctx, s, im); err != nil {
 			return err
 		}
 	}
 	return fn(s)
+}
+
+// push pushes an image and waits until the server has ingested it.
+func (b *bench) push(ctx context.Context, s *site.Site, im engines.Image) error {
+	if err := engines.Push(ctx, s, im); err != nil {
+		return err
+	}
+	_, err := engines.Settle(ctx, filepath.Join(s.Dir, "serve"))
+	return err
 }
 
 // start provisions an image with a worker whose daemon runs.
@@ -213,8 +228,14 @@ func (b *bench) start(ctx context.Context, s *site.Site, w engines.Worker, im en
 	now := t.Now()
 	set, err := w.(engines.Startups).Startup(ctx)
 	r = Start{What: what, Ready: now.Time, Moved: now.Down, Pages: set.Bytes, Origin: set.Origin, Waits: set.Waits, Waited: set.Waited}
-	b.log("%s: ready after %.2f s, %.1f MB moved, %.1f MB of startup set (%s), %d reads waited %.2f s",
-		what, r.Ready.Seconds(), mb(r.Moved), mb(r.Pages), r.Origin, r.Waits, r.Waited.Seconds())
+	if p, ok := t.At(engines.Pulled); ok {
+		r.Mounted = p.Time
+	}
+	if p, ok := t.At(engines.Started); ok {
+		r.Started = p.Time
+	}
+	b.log("%s: mounted after %.2f s, started %.2f s, ready %.2f s, %.1f MB moved, %.1f MB of startup set (%s), %d reads waited %.2f s",
+		what, r.Mounted.Seconds(), r.Started.Seconds(), r.Ready.Seconds(), mb(r.Moved), mb(r.Pages), r.Origin, r.Waits, r.Waited.Seconds())
 	return r, err
 }
 
@@ -264,10 +285,7 @@ func (b *bench) learning(ctx context.Context, name string) (starts []Start, err 
 				return err
 			}
 		}
-		if err := engines.Push(ctx, s, second); err != nil {
-			return err
-		}
-		if _, err := engines.Settle(ctx, filepath.Join(s.Dir, "serve")); err != nil {
+		if err := b.push(ctx, s, second); err != nil {
 			return err
 		}
 		return b.fresh(ctx, s, &engines.Hydrofoil{Variant: engines.Learning}, func(w engines.Worker) error {
@@ -358,7 +376,11 @@ func (r Result) print(out io.Writer) error {
 		}
 		fmt.Fprintf(w, "%s (round trip %v, %s)\tready\tmoved\tstartup set\tfrom\treads that waited\n", title, r.RTT, rate)
 		for _, s := range list {
-			fmt.Fprintf(w, "  %s\t%.2f s\t%.1f MB\t%.1f MB\t%s\t%d, %.2f s\n", s.What, s.Ready.Seconds(), mb(s.Moved), mb(s.Pages), s.Origin, s.Waits, s.Waited.Seconds())
+			ready := fmt.Sprintf("%.2f s", s.Ready.Seconds())
+			if s.Runs > 1 {
+				ready = fmt.Sprintf("%.2f s (%.2f to %.2f)", s.Ready.Seconds(), s.Least.Seconds(), s.Most.Seconds())
+			}
+			fmt.Fprintf(w, "  %s\t%s\t%.1f MB\t%.1f MB\t%s\t%d, %.2f s\n", s.What, ready, mb(s.Moved), mb(s.Pages), s.Origin, s.Waits, s.Waited.Seconds())
 		}
 		fmt.Fprintln(w)
 	}

@@ -49,6 +49,7 @@ worker.`,
 	flags.StringArrayVar(&services, "service", nil, "a command in it, its words separated by |; may be repeated")
 	flags.IntVar(&o.Workers, "workers", 5, "workers that learn from each other")
 	flags.BoolVar(&o.Updates, "updates", true, "measure versions that inherit their sets")
+	flags.IntVar(&o.Rounds, "rounds", 1, "measurements of each of these, in turns; the median counts")
 	flags.BoolVar(&o.Memory, "memory", true, "measure the memory of a start")
 	flags.DurationVar(&o.RTT, "rtt", 100*time.Millisecond, "round-trip time that the link adds")
 	flags.Var(&rate, "rate", "each direction's rate")
