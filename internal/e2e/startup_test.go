@@ -91,20 +91,7 @@ func TestStartupSet(t *testing.T) {
 	}
 	ahead := st.Gate == kernel.GateFanotify
 	if ahead {
-		eventually(t, "the startup set is in the page cache of the mount", func() error {
-			var n int64
-			for i := 10; i < 50; i++ {
-				here, err := residentBytes(filepath.Join(w.mountOf(ref), fmt.Sprintf("data/%05d", i)))
-				if err != nil {
-					return err
-				}
-				n += here
-			}
-			if n < serviceBytes {
-				return fmt.Errorf("%d bytes of %d are", n, serviceBytes)
-			}
-			return nil
-		})
+		inCache(t, w, ref)
 	}
 	events := filepath.Join(t.TempDir(), "events")
 	args := append([]string{"run", "--root", w.root, "--rm", "--probe", "stdout:^up$", "--until", "ready", "--events", events, ref, "--"}, service...)
@@ -149,6 +136,46 @@ func TestStartupSet(t *testing.T) {
 	if code != 0 || again != out || strings.Count(out, "\n") != 3 {
 		t.Errorf("code %d, printed %q, before that %q, %q", code, again, out, errOut)
 	}
+}
+
+// TestStartupSetUpdate starts a version of an image where another one is complete: what both have of
+// the startup set does not come, and is in the page cache of the mount as well before anybody asks.
+func TestStartupSetUpdate(t *testing.T) {
+	s, ref, img := withStartupSet(t)
+	other := s.push("service", "0", manyFiles(t, 200, 60_000, 9, 0.5))
+	w := startWorker(t, workerRoot(t))
+	if _, err := w.pull(other, api.Complete); err != nil {
+		t.Fatal(err)
+	}
+	st, err := w.client.Status(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if st.Gate != kernel.GateFanotify {
+		t.Skipf("nothing is read ahead through mounts over gate %s", st.Gate)
+	}
+	w.begin(ref)
+	inCache(t, w, ref)
+	intact(t, w, ref, img)
+}
+
+// inCache waits until the pages that the service needs are in the page cache of the mount.
+func inCache(t *testing.T, w *worker, ref string) {
+	t.Helper()
+	eventually(t, "the startup set is in the page cache of the mount", func() error {
+		var n int64
+		for i := 10; i < 50; i++ {
+			here, err := residentBytes(filepath.Join(w.mountOf(ref), fmt.Sprintf("data/%05d", i)))
+			if err != nil {
+				return err
+			}
+			n += here
+		}
+		if n < serviceBytes {
+			return fmt.Errorf("%d bytes of %d are", n, serviceBytes)
+		}
+		return nil
+	})
 }
 
 // TestStartupSetCut cuts the link in the middle of the startup set: what has

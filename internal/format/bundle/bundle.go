@@ -20,6 +20,7 @@
 //	2 Image   one for each image asked for, before Plan
 //	7 Startup at most one for an image that asked for it, after all Image
 //	          sections and before Plan
+//	10 Here   at most one for each Startup, anywhere between Image sections and Plan; may be skipped
 //	9 Pages   once for each frame of each Startup, in their order, before Plan
 //	3 Plan    once
 //	4 Frame   once for each frame of the plan
@@ -58,6 +59,10 @@
 // gives: only who has the TOC can complete what the Reader decodes (see
 // Startup.Resolve). The raw bytes of a frame are those of its runs one after the
 // other, the last page of a content as short as it is.
+//
+// Here is a uvarint, the index in Request.Images, and a list of runs as in package trace: the pages of
+// the startup set that do not come, in the order of need, since the request says that the worker
+// has them. They are likely to be on its disk, and in no memory.
 //
 // Pages is two uvarints, the image's index in the request and that of the frame in its Startup,
 // and the frame as package segment codes it.
@@ -116,6 +121,7 @@ const (
 
 	TypeStartup Type = 7
 	TypePages   Type = 9
+	TypeHere    Type = 10
 )
 
 const (

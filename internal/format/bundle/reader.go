@@ -39,6 +39,7 @@ type Reader struct {
 	startups map[int]*Startup // by image
 	order    []*Startup       // whose frames are still to come
 	page     int              // the next frame of order[0]
+	heres    map[int]bool     // by image
 }
 
 // ReaderOptions says how to read.
@@ -58,14 +59,14 @@ func NewReader(r io.Reader, o ReaderOptions) *Reader {
 	if o.Buffer == nil {
 		o.Buffer = func(n int) []byte { return make([]byte, n) }
 	}
-	return &Reader{r: bufio.NewReaderSize(r, 256<<10), o: o, images: map[int]bool{}, startups: map[int]*Startup{}}
+	return &Reader{r: bufio.NewReaderSize(r, 256<<10), o: o, images: map[int]bool{}, startups: map[int]*Startup{}, heres: map[int]bool{}}
 }
 
 // Bytes returns how many bytes of the stream have been read.
 func (r *Reader) Bytes() int64 { return r.bytes }
 
 // Next returns the next section: *Hello, *Image, *Startup (which its Resolve
-// completes), *Pages, *Plan or *Frame. Unknown sections are skipped.
+// completes), *Here, *Pages, *Plan or *Frame. Unknown sections are skipped.
 //
 // Errors: io.EOF after the End section; *Error for an Error section;
 // io.ErrUnexpectedEOF, wrapped, for a stream that was cut; ErrCorrupt, wrapped,
@@ -129,7 +130,7 @@ func (r *Reader) next() (any, error) {
 }
 
 var limits = map[Type]int{
-	TypeHello: MaxHello, TypeImage: MaxImage, TypeStartup: MaxStartup, TypePlan: MaxPlan, TypeError: MaxError, TypeEnd: 0,
+	TypeHello: MaxHello, TypeImage: MaxImage, TypeStartup: MaxStartup, TypeHere: MaxStartup, TypePlan: MaxPlan, TypeError: MaxError, TypeEnd: 0,
 }
 
 func (r *Reader) section(t Type, payload []byte) (any, error) {
@@ -137,8 +138,8 @@ func (r *Reader) section(t Type, payload []byte) (any, error) {
 	case t == TypeError:
 		return nil, decodeError(payload)
 	case !r.hello && t != TypeHello, r.hello && t == TypeHello,
-		r.plan != nil && (t == TypeImage || t == TypePlan || t == TypeStartup),
-		len(r.startups) > 0 && t == TypeImage,
+		r.plan != nil && (t == TypeImage || t == TypePlan || t == TypeStartup || t == TypeHere),
+		len(r.startups)+len(r.heres) > 0 && t == TypeImage,
 		r.pagesLeft() && t == TypePlan,
 		t == TypeEnd && (r.plan == nil || r.left > 0):
 		return nil, fmt.Errorf("%w: section %d out of order", ErrCorrupt, t)
@@ -149,6 +150,8 @@ func (r *Reader) section(t Type, payload []byte) (any, error) {
 		return r.decodeImage(payload)
 	case t == TypeStartup:
 		return r.decodeStartup(payload)
+	case t == TypeHere:
+		return r.decodeHere(payload)
 	case t == TypePlan:
 		return r.decodePlan(payload)
 	}

@@ -99,6 +99,13 @@ func (s *Startup) Resolve(t *toc.TOC) error {
 	return nil
 }
 
+// Here are the pages of a startup set that do not come, since the worker has them.
+type Here struct {
+	Index int // the image's place in Request.Images
+	// Runs may lie in no content: trace.Check says.
+	Runs []trace.Run
+}
+
 // Pages is one frame of a startup set.
 type Pages struct {
 	Image int    // in Request.Images
@@ -123,6 +130,11 @@ func (w *Writer) Startup(s *Startup, t *toc.TOC) error {
 	b = columns.Append(b, most, true)
 	b = columns.Append(b, counts, true)
 	return w.section(TypeStartup, flagMust, trace.AppendRuns(b, s.Runs), packed)
+}
+
+// Here writes the section.
+func (w *Writer) Here(h *Here) error {
+	return w.section(TypeHere, 0, trace.AppendRuns(binary.AppendUvarint(nil, uint64(h.Index)), h.Runs))
 }
 
 // Pages writes the section of one frame; its bytes are the parts, one after the
@@ -182,6 +194,24 @@ func (r *Reader) decodeStartup(payload []byte) (*Startup, error) {
 	r.startups[s.Index] = s
 	r.order = append(r.order, s)
 	return s, nil
+}
+
+func (r *Reader) decodeHere(payload []byte) (*Here, error) {
+	c := columns.Reader{B: payload}
+	h := &Here{Index: int(c.Uint(1 << 20))}
+	if c.Err != nil {
+		return nil, c.Err
+	}
+	var rest []byte
+	var err error
+	if h.Runs, rest, err = trace.NextRuns(c.B); err != nil {
+		return nil, err
+	}
+	if len(rest) > 0 || !r.images[h.Index] || !r.o.Request.Images[h.Index].Startup || r.heres[h.Index] {
+		return nil, fmt.Errorf("%w: pages that are here of image %d, which did not ask for a startup set, for the second time, or with %d bytes after them", ErrCorrupt, h.Index, len(rest))
+	}
+	r.heres[h.Index] = true
+	return h, nil
 }
 
 // pages reads the section: frames come in the order of their sets.

@@ -298,6 +298,93 @@ func TestStartupRefused(t *testing.T) {
 	}
 }
 
+// newHere is an answer that says of two images what is here of their startup sets.
+func newHere() (f *startupFixture, b []byte, want []*bundle.Here) {
+	f = newStartupFixture()
+	want = []*bundle.Here{
+		{Index: 1, Runs: []trace.Run{{Content: 0, First: 0, Blocks: 1}}},
+		{Index: 0, Runs: []trace.Run{{Content: 1, First: 2, Blocks: 1}, {Content: 0, First: 0, Blocks: 1}, {Content: 1, First: 0, Blocks: 1}}},
+	}
+	var out bytes.Buffer
+	w := bundle.NewWriter(&out)
+	f.header(w)
+	w.Here(want[0])
+	w.Startup(f.sets[0], f.tocs[0])
+	w.Here(want[1])
+	for k, data := range f.frames[0] {
+		w.Pages(0, uint32(k), data)
+	}
+	w.Plan(&bundle.Plan{})
+	w.End()
+	return f, out.Bytes(), want
+}
+
+func TestHere(t *testing.T) {
+	f, b, want := newHere()
+	name := filepath.Join("testdata", "here.bundle")
+	if *update {
+		if err := os.WriteFile(name, b, 0o666); err != nil {
+			t.Fatal(err)
+		}
+	}
+	golden, err := os.ReadFile(name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, stream := range [][]byte{b, golden} {
+		sections, _, err := readAll(bytes.NewReader(stream), f.req)
+		if err != io.EOF {
+			t.Fatal(err)
+		}
+		var got []*bundle.Here
+		for _, s := range sections {
+			if h, ok := s.(*bundle.Here); ok {
+				got = append(got, h)
+			}
+		}
+		if d := cmp.Diff(want, got); d != "" {
+			t.Error(d)
+		}
+	}
+	// A reader that does not know the section skips it.
+	if flags := b[bytes.Index(b, []byte{byte(bundle.TypeHere), 0})+1]; flags != 0 {
+		t.Errorf("flags %d", flags)
+	}
+
+	for _, c := range []struct {
+		name  string
+		write func(w *bundle.Writer, f *startupFixture)
+	}{
+		{"not asked for", func(w *bundle.Writer, f *startupFixture) {
+			f.req.Images[0].Startup = false
+			f.header(w)
+			w.Here(&bundle.Here{})
+		}},
+		{"twice", func(w *bundle.Writer, f *startupFixture) { f.header(w); w.Here(&bundle.Here{}); w.Here(&bundle.Here{}) }},
+		{"of no image", func(w *bundle.Writer, f *startupFixture) { f.header(w); w.Here(&bundle.Here{Index: 3}) }},
+		{"after the plan", func(w *bundle.Writer, f *startupFixture) { f.header(w); w.Plan(&bundle.Plan{}); w.Here(&bundle.Here{}) }},
+		{"image after it", func(w *bundle.Writer, f *startupFixture) {
+			w.Hello(bundle.Hello{Version: 1})
+			w.Image(f.images[0])
+			w.Here(&bundle.Here{})
+			w.Image(f.images[1])
+		}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			f := newStartupFixture()
+			var b bytes.Buffer
+			w := bundle.NewWriter(&b)
+			c.write(w, f)
+			if err := w.Flush(); err != nil {
+				t.Fatal(err)
+			}
+			if _, _, err := readAll(&b, f.req); !errors.Is(err, bundle.ErrCorrupt) {
+				t.Errorf("got %v", err)
+			}
+		})
+	}
+}
+
 func TestStartupResolve(t *testing.T) {
 	for _, c := range []struct {
 		name   string
@@ -395,6 +482,8 @@ func TestService(t *testing.T) {
 func FuzzReaderStartup(f *testing.F) {
 	x := newStartupFixture()
 	f.Add(x.bytes())
+	_, here, _ := newHere()
+	f.Add(here)
 	f.Fuzz(func(t *testing.T, b []byte) {
 		sections, r, err := readAll(bytes.NewReader(b), x.req)
 		if err == nil || r.Bytes() > int64(len(b)) {
@@ -421,6 +510,10 @@ func FuzzReaderStartup(f *testing.F) {
 				}
 				if s.Resolve(x.tocs[s.Index]) == nil && len(s.Digests) != len(s.Runs) {
 					t.Fatalf("%d digests of %d runs", len(s.Digests), len(s.Runs))
+				}
+			case *bundle.Here:
+				if planned || !x.req.Images[s.Index].Startup {
+					t.Fatal("what is here, out of order or not asked for")
 				}
 			case *bundle.Pages:
 				if planned || len(s.Data) > int(sets[s.Image].Frames[s.Frame].MaxLength) {

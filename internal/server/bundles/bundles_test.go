@@ -183,6 +183,7 @@ type pulled struct {
 	startups []*bundle.Startup
 	pages    map[trace.Run][]byte // verified, by run; the image is startups[0]'s
 	stored   int                  // bytes of Pages' frames
+	heres    []*bundle.Here
 }
 
 // pull asks for images and reads the stream to its end. onFrame is called after
@@ -242,6 +243,8 @@ func (s *server) pull(t testing.TB, req *bundle.Request, onFrame func(*pulled)) 
 				t.Fatal(err)
 			}
 			p.startups = append(p.startups, v)
+		case *bundle.Here:
+			p.heres = append(p.heres, v)
 		case *bundle.Pages:
 			x, set := p.tocs[v.Image], p.startups[len(p.startups)-1]
 			f := set.Frames[v.Frame]

@@ -95,6 +95,11 @@ func (p *pull) pages(ctx context.Context, wants []planner.Want, deliveries []*st
 			continue
 		}
 		x := wants[i].Index
+		if len(delivery.Rest) > 0 {
+			if err := p.w.Here(&bundle.Here{Index: i, Runs: delivery.Rest}); err != nil {
+				return writeFailed{err}
+			}
+		}
 		if err := p.w.Startup(&delivery.Wire, x.Table()); err != nil {
 			return writeFailed{err}
 		}

@@ -249,6 +249,9 @@ func TestIncrementalLoading(t *testing.T) {
 		if got := trace.Merge(p.startups[0].Runs); !slices.Equal(got, trace.Merge(want)) {
 			t.Errorf("service %d: got %v, want %v", n, got, want)
 		}
+		if n == 0 && len(p.heres) != 0 || n > 0 && (len(p.heres) != 1 || !slices.Equal(trace.Merge(p.heres[0].Runs), trace.Merge(shared))) {
+			t.Errorf("service %d: told that %+v are here", n, p.heres)
+		}
 		here = trace.Merge(append(here, p.startups[0].Runs...))
 	}
 	if v := s.report(t, "app", "1").Services[0]; v.Shared != 120*trace.BlockSize {

@@ -112,6 +112,8 @@ func (t *Set) Runs() []trace.Run {
 type Delivery struct {
 	// Wire is what it is told; Index is for the caller to set.
 	Wire bundle.Startup
+	// Rest are the runs of the set that do not go.
+	Rest []trace.Run
 
 	set     *Set
 	sources [][]pick // by frame of Wire
@@ -147,17 +149,20 @@ func (t *Set) Select(table *toc.TOC, wanted func(trace.Run) bool) *Delivery {
 	for _, f := range t.frames {
 		stored := &t.store.Frames[f]
 		var runs []uint32
-		raw := uint32(0)
+		raw, rest := uint32(0), len(d.Rest)
 		for i := stored.First; i < stored.First+stored.Count; i++ {
 			r := t.store.Runs[i]
 			if wanted(r) {
 				_, n := r.Range(table.Contents[r.Content].Size)
 				runs, raw = append(runs, i), raw+uint32(n)
+			} else {
+				d.Rest = append(d.Rest, r)
 			}
 		}
 		switch {
 		case len(runs) == 0:
 		case 4*uint64(raw) >= wholeQuarters*uint64(stored.Raw):
+			d.Rest = d.Rest[:rest]
 			all := make([]uint32, stored.Count)
 			for i := range all {
 				all[i] = stored.First + uint32(i)

@@ -70,6 +70,11 @@ type Options struct {
 	// written to the arena of the image with that index in the request, in about the order of need.
 	Pages func(image int, origin string, runs []trace.Run)
 
+	// Here is called, when not nil, with the pages of a startup set of the image with that
+	// index in the request that do not come, since the server was told that they are on this worker, in
+	// about the order of need; before those that come. They lie in contents of the image's TOC.
+	Here func(image int, runs []trace.Run)
+
 	// Hold, when more than 0, has the server send nothing but promoted frames after a
 	// startup set (see bundle.Startup.Held), until Release is called, so much time has passed, or
 	// the start turns out to need much that was not in the set (see hold.go): it has the

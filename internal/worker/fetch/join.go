@@ -238,6 +238,12 @@ func (j *join) read(ctx context.Context, s *stream, resp io.Reader, req *bundle.
 				p.total.Add(v.MaxBytes())
 			}
 			j.expect(v.Runs)
+		case *bundle.Here:
+			// The image is that of the pull, whatever its place in this request.
+			v.Index = j.image
+			if err := p.here(ctx, t, v); err != nil {
+				return err
+			}
 		case *bundle.Pages:
 			p.pagesMoved.Add(int64(len(v.Data)))
 			one := job{stream: s, set: taken, frame: v.Frame, data: v.Data, buffer: held}

@@ -48,6 +48,7 @@ type image struct {
 	// services, by their first argument.
 	startup  [][]trace.Run
 	services map[string][][]trace.Run
+	here     []trace.Run // is said to be on the worker
 }
 
 // content returns the bytes of a content.
@@ -390,6 +391,9 @@ func (s *server) startup(out *bundle.Writer, index int, m *image, req *bundle.Re
 				}
 			}
 		}
+	}
+	if m.here != nil {
+		out.Here(&bundle.Here{Index: index, Runs: m.here})
 	}
 	set := &bundle.Startup{Index: index, Origin: bundle.OriginTraced}
 	var frames [][]byte

@@ -23,8 +23,8 @@ type set struct {
 // startup takes a startup set over: its frames follow.
 func (s *stream) startup(ctx context.Context, v *bundle.Startup) error {
 	p := s.p
+	t := p.target(v.Index)
 	p.mu.Lock()
-	t := p.targets[v.Index]
 	if p.origin == "" {
 		p.origin = v.Origin
 	}
@@ -39,6 +39,28 @@ func (s *stream) startup(ctx context.Context, v *bundle.Startup) error {
 	}
 	p.pagesTotal.Add(v.ContentBytes())
 	s.sets[v.Index] = taken
+	return nil
+}
+
+// target returns the image with an index in the request, whose header has arrived.
+func (p *Pull) target(image int) *target {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.targets[image]
+}
+
+// here passes on which pages of a startup set are here.
+func (p *Pull) here(ctx context.Context, t *target, v *bundle.Here) error {
+	if p.opts.Here == nil {
+		return nil
+	}
+	if err := p.needTOC(ctx, t); err != nil {
+		return err
+	}
+	if err := trace.Check(v.Runs, t.toc); err != nil {
+		return fmt.Errorf("%w: pages that are here: %w", bundle.ErrCorrupt, err)
+	}
+	p.opts.Here(v.Index, v.Runs)
 	return nil
 }
 

@@ -160,6 +160,44 @@ func TestStartup(t *testing.T) {
 	})
 }
 
+// TestHere is told what of a startup set is here, before anything comes; not of pages
+// that no file has.
+func TestHere(t *testing.T) {
+	m, small, large, _ := startupImage(t)
+	for name, c := range map[string]struct {
+		here []trace.Run
+		want error
+	}{
+		"pages":         {here: []trace.Run{{Content: large, First: 20, Blocks: 7}, {Content: small, First: 1, Blocks: 1}}},
+		"no such page":  {here: []trace.Run{{Content: small, First: 1, Blocks: 2}}, want: bundle.ErrCorrupt},
+		"no such file":  {here: []trace.Run{{Content: 1 << 20, Blocks: 1}}, want: bundle.ErrCorrupt},
+		"without pages": {here: []trace.Run{}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			m.here = c.here
+			with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
+				client := s.client(t, ClientOptions{})
+				defer client.Close()
+				o := startupOptions(w, client, 1)
+				var told []trace.Run
+				var mu sync.Mutex
+				o.Here = func(image int, runs []trace.Run) {
+					mu.Lock()
+					defer mu.Unlock()
+					if image != 0 {
+						t.Errorf("of image %d", image)
+					}
+					told = append(told, runs...)
+				}
+				err := Start(t.Context(), o).Wait()
+				if !errors.Is(err, c.want) || c.want == nil && !slices.Equal(told, c.here) || c.want != nil && told != nil {
+					t.Errorf("told of %v, %v", told, err)
+				}
+			})
+		})
+	}
+}
+
 // TestStartupPromotes has a read wait for what is in no startup set: it is
 // promoted as soon as the plan is there.
 func TestStartupPromotes(t *testing.T) {

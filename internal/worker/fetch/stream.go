@@ -148,6 +148,10 @@ func (s *stream) read(ctx context.Context, resp io.Reader, req *bundle.Request) 
 			if err := s.startup(ctx, v); err != nil {
 				return err
 			}
+		case *bundle.Here:
+			if err := p.here(ctx, p.target(v.Index), v); err != nil {
+				return err
+			}
 		case *bundle.Pages:
 			p.pagesMoved.Add(int64(len(v.Data)))
 			j := job{stream: s, set: s.sets[v.Image], frame: v.Frame, data: v.Data, buffer: held}

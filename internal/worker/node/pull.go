@@ -175,6 +175,7 @@ func (p *pull) run() {
 		p.progress, p.fetch = p.fetch.Progress(), nil
 	}
 	p.mu.Unlock()
+	p.warm.coolDown()
 	var lacking digest.Digest // the manifest of the image, if nobody brings what it lacks
 	n.mu.Lock()
 	if r := p.rootfs; r != nil && r.filling == p {
@@ -266,6 +267,7 @@ func (p *pull) bring(ctx context.Context) error {
 			TOC:            p.encodedTOC,
 			Early:          p.arrived,
 			Pages:          p.pages,
+			Here:           p.here,
 			Hold:           p.hold(),
 			Workers:        n.opts.Workers,
 			GiveUp:         n.opts.GiveUp,
@@ -405,6 +407,7 @@ func (p *pull) open(ctx context.Context, img *bundle.Image, t *toc.TOC) (*arena.
 		return nil, err
 	}
 	if made != nil {
+		p.laid(r, t, made)
 		p.work.Go(func() { p.mount(r, t, made) })
 		return r.arena, nil
 	}
@@ -628,7 +631,7 @@ func (p *pull) mount(r *rootfs, t *toc.TOC, place placement) {
 	if err != nil {
 		return
 	}
-	p.warmUp(r, t)
+	p.warmUp(r)
 	n.copyLocal(p.ctx, r, p)
 	p.settled(r)
 	debug.FreeOSMemory() // what the mount of a large image took

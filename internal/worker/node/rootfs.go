@@ -135,31 +135,37 @@ func (r *rootfs) reader() *arenaReader {
 		a = r.retired
 	}
 	if a != nil {
-		return &arenaReader{ReaderAt: a.File()}
+		return &arenaReader{file: a.File()}
 	}
 	return &arenaReader{path: r.path("arena")}
 }
 
 // arenaReader opens its file at the first read.
 type arenaReader struct {
-	io.ReaderAt
-	path string
-	file *os.File
+	path string   // empty: file is the arena's own
+	file *os.File // nil until it is open
+}
+
+func (a *arenaReader) open() (f *os.File, err error) {
+	if a.file == nil {
+		if f, err = os.Open(a.path); err != nil {
+			return nil, err
+		}
+		a.file = f
+	}
+	return a.file, nil
 }
 
 func (a *arenaReader) ReadAt(b []byte, off int64) (int, error) {
-	if a.ReaderAt == nil {
-		f, err := os.Open(a.path)
-		if err != nil {
-			return 0, err
-		}
-		a.ReaderAt, a.file = f, f
+	f, err := a.open()
+	if err != nil {
+		return 0, err
 	}
-	return a.ReaderAt.ReadAt(b, off)
+	return f.ReadAt(b, off)
 }
 
 func (a *arenaReader) Close() error {
-	if a.file == nil {
+	if a.file == nil || a.path == "" {
 		return nil
 	}
 	return a.file.Close()

@@ -1,7 +1,6 @@
 package node
 
 import (
-	"context"
 	"path/filepath"
 	"sync"
 
@@ -10,7 +9,6 @@ import (
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/format/toc"
 	"hydrofoil.dev/foil/internal/format/trace"
-	"hydrofoil.dev/foil/internal/worker/arena"
 )
 
 // warmer reads the pages of a startup set through the mount of the rootfs that a
@@ -28,20 +26,35 @@ import (
 // teach would never lose what it has too much.
 type warmer struct {
 	mu    sync.Mutex
-	runs  []trace.Run // to be read
-	r     *rootfs     // nil until it is mounted
-	paths map[int32]string
-	sizes []toc.Content
-	busy  bool // somebody reads
+	laid  *laid              // nil: the rootfs was here before
+	runs  []trace.Run        // to be read
+	ready bool               // it is mounted
+	busy  bool               // somebody reads
+	here  map[trace.Run]bool // read from other arenas: see here.go
 }
 
 const (
 	// warmWindow is what one call reads ahead at most: the kernel reads no more at once of
 	// a mount that has no device.
 	warmWindow = 128 << 10
-	// warmFiles is how many files a warmer holds open.
+	// warmFiles is how many files of a mount are held open for it.
 	warmFiles = 256
 )
+
+// laid is a rootfs that a pull has laid out.
+type laid struct {
+	r     *rootfs
+	toc   *toc.TOC
+	place placement
+	paths func() map[int32]string // by content; made when it is needed
+}
+
+// laid notes that p has laid out r.
+func (p *pull) laid(r *rootfs, t *toc.TOC, place placement) {
+	p.warm.mu.Lock()
+	defer p.warm.mu.Unlock()
+	p.warm.laid = &laid{r, t, place, sync.OnceValue(func() map[int32]string { return paths(t) })}
+}
 
 // pages is told of page runs that have been written to the arena.
 func (p *pull) pages(_ int, origin string, runs []trace.Run) {
@@ -64,36 +77,32 @@ func (p *pull) pages(_ int, origin string, runs []trace.Run) {
 	p.warmLocked()
 }
 
-// warmUp lets the warmer begin with a rootfs that has just been mounted.
-func (p *pull) warmUp(r *rootfs, t *toc.TOC) {
+// warmUp lets the warmer begin, since the rootfs is mounted.
+func (p *pull) warmUp(r *rootfs) {
 	p.n.mu.Lock()
 	gated := r.gated
 	p.n.mu.Unlock()
 	if gated || !p.wantsStartup() {
 		return
 	}
-	named := paths(t)
 	w := &p.warm
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.r, w.paths, w.sizes = r, named, t.Contents
+	w.ready = true
 	p.warmLocked()
 }
 
 // warmLocked has what is queued read, by a goroutine that the pull waits for.
 func (p *pull) warmLocked() {
 	w := &p.warm
-	if w.busy || w.r == nil || len(w.runs) == 0 {
+	if w.busy || !w.ready || len(w.runs) == 0 {
 		return
 	}
 	w.busy = true
+	l := w.laid
 	p.work.Go(func() {
-		files := make(map[uint32]int) // descriptors, by content
-		defer func() {
-			for _, fd := range files {
-				unix.Close(fd)
-			}
-		}()
+		m := mounted{laid: l}
+		defer m.close()
 		for {
 			w.mu.Lock()
 			runs := w.runs
@@ -105,44 +114,68 @@ func (p *pull) warmLocked() {
 			}
 			w.mu.Unlock()
 			p.n.mu.Lock()
-			a := w.r.arena
+			a := l.r.arena
 			p.n.mu.Unlock()
-			if a != nil {
-				w.read(p.ctx, a, files, runs)
+			for _, run := range runs {
+				if a == nil || p.ctx.Err() != nil {
+					break
+				}
+				if at, own := a.Layout().Offset(int(run.Content)); own {
+					m.read(run, func(off, n int64) { a.Ahead(at+off, n) })
+				}
 			}
 		}
 	})
 }
 
-// read reads runs into the page cache of the mount. A failure is nothing: who needs the
-// page reads it.
-func (w *warmer) read(ctx context.Context, a *arena.Arena, files map[uint32]int, runs []trace.Run) {
-	for _, run := range runs {
-		at, own := a.Layout().Offset(int(run.Content))
-		path, named := w.paths[int32(run.Content)]
-		if ctx.Err() != nil || !own || !named {
-			continue
+// coolDown forgets what the warmer knows of the image. Nobody reads any more.
+func (w *warmer) coolDown() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.laid, w.runs, w.ready, w.here = nil, nil, false, nil
+}
+
+// mounted reads files of a mount into its page cache.
+type mounted struct {
+	*laid
+	fds map[uint32]int // open, by content
+}
+
+// read reads a run, in pieces that before, if not nil, is called with. A failure is nothing:
+// who needs the page reads it.
+func (m *mounted) read(run trace.Run, before func(off, n int64)) {
+	fd, open := m.fds[run.Content]
+	if !open {
+		path, named := m.paths()[int32(run.Content)]
+		if !named {
+			return
 		}
-		fd, open := files[run.Content]
-		if !open {
-			if len(files) == warmFiles {
-				for c, fd := range files {
-					unix.Close(fd)
-					delete(files, c)
-				}
-			}
-			var err error
-			if fd, err = unix.Open(filepath.Join(w.r.path("mnt"), path), unix.O_RDONLY|unix.O_CLOEXEC|unix.O_NOFOLLOW, 0); err != nil {
-				continue
-			}
-			files[run.Content] = fd
+		if len(m.fds) == warmFiles {
+			m.close()
 		}
-		off, n := run.Range(w.sizes[run.Content].Size)
-		for n > 0 {
-			some := min(n, warmWindow)
-			a.Ahead(at+off, some)
-			_ = unix.Fadvise(fd, off, some, unix.FADV_WILLNEED)
-			off, n = off+some, n-some
+		var err error
+		if fd, err = unix.Open(filepath.Join(m.r.path("mnt"), path), unix.O_RDONLY|unix.O_CLOEXEC|unix.O_NOFOLLOW, 0); err != nil {
+			return
 		}
+		if m.fds == nil {
+			m.fds = make(map[uint32]int)
+		}
+		m.fds[run.Content] = fd
 	}
+	off, n := run.Range(m.toc.Contents[run.Content].Size)
+	for n > 0 {
+		some := min(n, warmWindow)
+		if before != nil {
+			before(off, some)
+		}
+		_ = unix.Fadvise(fd, off, some, unix.FADV_WILLNEED)
+		off, n = off+some, n-some
+	}
+}
+
+func (m *mounted) close() {
+	for _, fd := range m.fds {
+		unix.Close(fd)
+	}
+	clear(m.fds)
 }
