@@ -56,7 +56,7 @@ func (h *Hydrofoil) connected() bool { return h.Variant != Unconnected && h.Vari
 func (*Hydrofoil) Find(ctx context.Context, p Programs) (string, error) {
 	version, err := firstLine(ctx, p.Foil, "version")
 	if err != nil {
-		return "", fmt.Errorf("%w; build it, or say --foil", err)
+		return "", fmt.Errorf("%s; make build builds it, --foil says where it is", strings.TrimSpace(err.Error()))
 	}
 	program, err := os.ReadFile(p.Foil)
 	if err != nil {

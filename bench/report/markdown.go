@@ -114,7 +114,7 @@ func (m *model) markdownTable(b *strings.Builder, columns []string, kind results
 // markdownBytes writes a line of what came down the line until a moment, as a part of
 // the layers: the median over images, at each round-trip time and over all.
 func (m *model) markdownBytes(row func(...string), name string, at engines.Mark, columns []string, kind results.Kind, rate int64) {
-	cells, known := []string{fmt.Sprintf("*bytes %s, of the layers', median*", name), "–"}, false
+	cells, known := []string{fmt.Sprintf("*bytes %s over the layers', median*", name), "–"}, false
 	for _, e := range columns {
 		var medians []string
 		for _, rtt := range m.Matrix.RTTs {

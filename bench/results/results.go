@@ -163,6 +163,9 @@ func (d Dir) PutRun(r Run) error { return put(d.path("runs", r.Key.String()), r)
 // Matrix reads what was asked for; fs.ErrNotExist if nothing was.
 func (d Dir) Matrix() (m Matrix, err error) {
 	err = get(filepath.Join(string(d), "matrix.json"), &m)
+	if Missing(err) {
+		return m, fmt.Errorf("bench: there is no result in %s, which is what bench run --out writes: %w", d, err)
+	}
 	if err == nil && m.Format != Format {
 		err = fmt.Errorf("bench: %s is of format %d, this program reads %d", d, m.Format, Format)
 	}

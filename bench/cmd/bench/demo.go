@@ -44,8 +44,8 @@ replaces its command. Such an image has no second version.`,
 			return demo.Run(cmd.Context(), o)
 		},
 	}
-	cmd.Flags().StringVar(&o.Foil, "foil", "../bin/foil", "the foil binary")
-	cmd.Flags().StringVar(&o.Cache, "cache", "../.cache", "where images are kept")
+	cmd.Flags().StringVar(&o.Foil, "foil", here("bin/foil"), "the foil binary")
+	cmd.Flags().StringVar(&o.Cache, "cache", here(".cache"), "where images are kept")
 	cmd.Flags().StringVar(&image, "image", "", "HOST/REPOSITORY[:TAG] of a registry (or what else skopeo copies from), instead of redis")
 	cmd.Flags().StringVar(&o.Probe, "probe", "", "tcp:PORT, http:PORT/PATH or exit")
 	cmd.Flags().DurationVar(&o.RTT, "rtt", o.RTT, "round-trip time of the link")

@@ -27,7 +27,7 @@ versions, NAME:TAG one of them; without names all are meant.`,
   bench images ls
   bench images verify redis`,
 	}
-	cmd.PersistentFlags().StringVar(&cache, "cache", "../.cache", "where built images are kept")
+	cmd.PersistentFlags().StringVar(&cache, "cache", here(".cache"), "where built images are kept")
 	cmd.AddCommand(imagesBuild(&cache), imagesList(&cache), imagesVerify(&cache), imagesFetch(&cache), imagesPrune(&cache))
 	return cmd
 }

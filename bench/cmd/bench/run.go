@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"slices"
 	"strings"
 	"time"
 
@@ -23,6 +24,7 @@ func runCommand() *cobra.Command {
 	var completeAt []string
 	cmd := &cobra.Command{
 		Use:   "run [flags]",
+		Args:  cobra.NoArgs,
 		Short: "Measure provisioning: engines, images, links, repetitions",
 		Long: `Provisions every image with every engine over every link, several times, fresh
 and as an update, in an order that is shuffled each time. Each run becomes a
@@ -54,6 +56,13 @@ floor T* is always measured. docs/benchmarks.md says where peers come from.`,
 			if o.RTTs, err = parseRTTs(rtts); err != nil {
 				return err
 			}
+			if o.Runs < 1 || o.Load < 0 || o.Timeout <= 0 {
+				return fmt.Errorf("--runs %d, --load %v, --timeout %v: there is at least one run, and no time is below 0", o.Runs, o.Load, o.Timeout)
+			}
+			for _, list := range []*[]string{&o.Images, &o.Engines} {
+				*list = once(*list)
+			}
+			o.RTTs = once(o.RTTs)
 			switch {
 			case len(completeAt) == 1 && completeAt[0] == "none":
 				o.CompleteAt = []time.Duration{}
@@ -75,7 +84,10 @@ floor T* is always measured. docs/benchmarks.md says where peers come from.`,
 			}
 			o.Command, o.Commit = os.Args, commit(cmd.Context())
 			o.Log = func(line string) { fmt.Fprintln(os.Stderr, time.Now().Format("15:04:05"), line) }
-			return run.Run(cmd.Context(), o)
+			if err = run.Run(cmd.Context(), o); err != nil && cmd.Context().Err() != nil {
+				return fmt.Errorf("interrupted (%w); the same command goes on where it was", err)
+			}
+			return err
 		},
 	}
 	flags := cmd.Flags()
@@ -87,7 +99,7 @@ floor T* is always measured. docs/benchmarks.md says where peers come from.`,
 	flags.IntVar(&o.Runs, "runs", 5, "repetitions")
 	flags.DurationVar(&o.Load, "load", 2*time.Second, "how long a ready server is put under load (redis-benchmark, pgbench, wrk); 0 for not at all")
 	flags.StringVar(&o.Out, "out", "results", "directory of the results")
-	flags.StringVar(&o.Cache, "cache", "../.cache", "directory on a disk, for images and for workers")
+	flags.StringVar(&o.Cache, "cache", here(".cache"), "directory on a disk, for images and for workers")
 	flags.Uint64Var(&o.Seed, "seed", 1, "of the order of runs")
 	flags.StringVar(&o.Note, "note", "", "remark that the report shows, such as what else runs on the machine")
 	flags.BoolVar(&o.SkipUpdates, "skip-updates", false, "fresh provisioning only")
@@ -97,6 +109,16 @@ floor T* is always measured. docs/benchmarks.md says where peers come from.`,
 	flags.DurationVar(&o.Timeout, "timeout", 10*time.Minute, "of one run")
 	programFlags(cmd, &o.Programs)
 	return cmd
+}
+
+// once is a list without what comes again: nothing is to be measured twice.
+func once[T comparable](list []T) (all []T) {
+	for _, v := range list {
+		if !slices.Contains(all, v) {
+			all = append(all, v)
+		}
+	}
+	return all
 }
 
 func parseRTTs(texts []string) (rtts []time.Duration, err error) {
@@ -115,7 +137,7 @@ func parseRTTs(texts []string) (rtts []time.Duration, err error) {
 
 // programFlags say where programs are.
 func programFlags(cmd *cobra.Command, p *engines.Programs) {
-	cmd.Flags().StringVar(&p.Foil, "foil", "../bin/foil", "the foil binary")
+	cmd.Flags().StringVar(&p.Foil, "foil", here("bin/foil"), "the foil binary")
 	cmd.Flags().StringVar(&p.Containerd, "containerd", "", "the containerd binary, with its ctr and shim beside it (default: on PATH)")
 	cmd.Flags().StringVar(&p.Peers, "peers", "", "directory of the programs of peers, such as containerd-stargz-grpc, ctr-remote, soci (default: on PATH)")
 }

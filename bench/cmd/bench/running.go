@@ -16,6 +16,7 @@ func runningCommand() *cobra.Command {
 	rate := rateFlag(100e6)
 	cmd := &cobra.Command{
 		Use:   "running [flags]",
+		Args:  cobra.NoArgs,
 		Short: "Measure the file system of a running container against overlayfs",
 		Long: `Mounts one complete image as containers have it, by Hydrofoil and by containerd's
 overlayfs, and compares: find, stat, sequential and random reads, mmap, exec and,
@@ -41,7 +42,7 @@ while the image arrives over a link.`,
 	flags.DurationVar(&o.Link.RTT, "rtt", 50*time.Millisecond, "round-trip time of the link, with --arriving")
 	flags.Var(&rate, "rate", "its rate")
 	flags.IntVar(&o.Rounds, "rounds", 7, "measurements of each")
-	flags.StringVar(&o.Cache, "cache", "../.cache", "directory on a disk, for images and containers")
+	flags.StringVar(&o.Cache, "cache", here(".cache"), "directory on a disk, for images and containers")
 	flags.StringVar(&o.JSON, "json", "", "write the result to this file as well")
 	programFlags(cmd, &o.Programs)
 	return cmd

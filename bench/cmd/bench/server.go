@@ -15,6 +15,7 @@ func serverCommand() *cobra.Command {
 	var o serving.Options
 	cmd := &cobra.Command{
 		Use:   "server [flags]",
+		Args:  cobra.NoArgs,
 		Short: "Measure serving one bundle to many workers, against nginx, and planning",
 		Long: `Serves the first image's bundle to many workers at once, who ask again and again,
 by foil serve and by nginx, which sends the same bytes from a file: each on one
@@ -32,8 +33,8 @@ and nginx.`,
 		},
 	}
 	flags := cmd.Flags()
-	flags.StringVar(&o.Foil, "foil", "../bin/foil", "the foil binary")
-	flags.StringVar(&o.Cache, "cache", "../.cache", "directory on a disk, for images and for the registry")
+	flags.StringVar(&o.Foil, "foil", here("bin/foil"), "the foil binary")
+	flags.StringVar(&o.Cache, "cache", here(".cache"), "directory on a disk, for images and for the registry")
 	flags.StringSliceVar(&o.Images, "images", []string{"redis"}, "declared images, without tags; the first is served")
 	flags.IntSliceVar(&o.Workers, "workers", []int{1, 4, 16, 64}, "how many workers ask at once")
 	flags.DurationVar(&o.Period, "period", 3*time.Second, "of one measurement")

@@ -18,6 +18,7 @@ func startupCommand() *cobra.Command {
 	var services []string
 	cmd := &cobra.Command{
 		Use:   "startup [flags]",
+		Args:  cobra.NoArgs,
 		Short: "Measure startup sets: their sizes, several services of one image, learning",
 		Long: `For each image: how fast workers start it one after the other when nobody has
 traced anything and they learn from each other's reports, and then a worker that
@@ -53,7 +54,7 @@ worker.`,
 	flags.BoolVar(&o.Memory, "memory", true, "measure the memory of a start")
 	flags.DurationVar(&o.RTT, "rtt", 100*time.Millisecond, "round-trip time that the link adds")
 	flags.Var(&rate, "rate", "each direction's rate")
-	flags.StringVar(&o.Cache, "cache", "../.cache", "directory on a disk, for images and containers")
+	flags.StringVar(&o.Cache, "cache", here(".cache"), "directory on a disk, for images and containers")
 	flags.StringVar(&o.JSON, "json", "", "write the result to this file as well")
 	programFlags(cmd, &o.Programs)
 	return cmd
