@@ -416,6 +416,39 @@ func TestInterruptedBeforeTheStart(t *testing.T) {
 	<-left
 }
 
+type writerFunc func(b []byte) (int, error)
+
+func (f writerFunc) Write(b []byte) (int, error) { return f(b) }
+
+// A signal that finds runc hanging ends the run, and what runc began is removed.
+func TestInterruptedWhileTheStartHangs(t *testing.T) {
+	h := newHost(t)
+	deleted := filepath.Join(h.dir, "deleted")
+	h.Runner.Command = filepath.Join(h.dir, "runc")
+	script := fmt.Sprintf("#!/bin/sh\ncase \"$*\" in\n*run*--detach*) echo begun; exec sleep 1000;;\n*delete*) : > %s;;\nesac\nexec runc \"$@\"\n", deleted)
+	if err := os.WriteFile(h.Runner.Command, []byte(script), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	signals := make(chan os.Signal, 1)
+	o, _ := h.options("")
+	o.Signals = signals
+	o.IO.Stdout = writerFunc(func(b []byte) (int, error) {
+		signals <- os.Interrupt
+		return len(b), nil
+	})
+	_, err := h.Run(t.Context(), *o)
+	h.Runner.Command = ""
+	if !errors.Is(err, ErrInterrupted) || ExitCode(err) != ExitInterrupted {
+		t.Errorf("got %v, code %d", err, ExitCode(err))
+	}
+	if _, err := os.Stat(deleted); err != nil {
+		t.Errorf("runc was not told to delete the container: %v", err)
+	}
+	if len(h.containers) != 0 {
+		t.Errorf("left: %+v", h.containers)
+	}
+}
+
 // The rest of the image cannot be had: the container goes on, the story says so.
 func TestPullFailsAfterTheStart(t *testing.T) {
 	h := newHost(t)
