@@ -29,9 +29,9 @@ type sockets struct {
 }
 
 // serveNode answers foil's own commands, containerd and a kubelet at their
-// sockets, until ctx ends. A snapshotter that cannot be opened, unless its socket was given, a
-// mirror whose port is taken, and a kubelet's socket that cannot be made do not
-// keep the daemon from its other work.
+// sockets, until ctx ends. A snapshotter that cannot be opened, a mirror whose port
+// is taken, and a kubelet's socket that cannot be made do not keep the daemon from
+// its other work: containers wait for what it brings.
 func serveNode(ctx context.Context, n *node.Node, opts node.Options, at sockets, kubelet *credentials.Memory) error {
 	var s *snapshotter.Snapshotter
 	evict := true
@@ -43,13 +43,10 @@ func serveNode(ctx context.Context, n *node.Node, opts node.Options, at sockets,
 			Logger:    opts.Logger,
 			Listening: opts.Listening,
 		})
-		switch {
-		case err != nil && at.snapshotter == "default":
-			opts.Logger.Error("containerd is not served, and nothing is evicted; --snapshotter-socket off says that it need not be", "error", err)
+		if err != nil {
+			n.Warn("containerd is not served, and nothing is evicted: %v", err)
 			evict = false
 			opts.Listening() // nobody waits for a socket that there will not be
-		case err != nil:
-			return err
 		}
 	}
 	if evict {

@@ -309,7 +309,7 @@ func (n *Node) loadContainers() error {
 		switch {
 		case errors.Is(err, os.ErrNotExist):
 			if err := n.clearContainer(path); err != nil {
-				n.warn("remove what is left of container %s: %v", e.Name(), err)
+				n.Warn("remove what is left of container %s: %v", e.Name(), err)
 			}
 			continue
 		case err == nil:
@@ -319,7 +319,7 @@ func (n *Node) loadContainers() error {
 			return errorf(api.CodeUnsupported, "%w", err)
 		}
 		if err != nil {
-			n.warn("the record of container %s cannot be used: %v; it is left as it is in %s", e.Name(), err, path)
+			n.Warn("the record of container %s cannot be used: %v; it is left as it is in %s", e.Name(), err, path)
 			continue
 		}
 		n.containers[c.ID] = c

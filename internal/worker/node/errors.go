@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"strings"
 	"syscall"
 
 	"golang.org/x/sys/unix"
@@ -23,6 +24,7 @@ var codeOf = []struct {
 }{
 	{isAny(syscall.ENOSPC, syscall.EDQUOT), api.CodeNoSpace, "free space on the filesystem of the root, or remove images with `foil rm`, and pull again"},
 	{isBundle(bundle.CodeNotFound), api.CodeNotFound, ""},
+	{isOlder, api.CodeUnsupported, "the server is older than this foil and does not understand what it asks: upgrade the server first"},
 	{isBundle(bundle.CodeInvalid), api.CodeInvalid, ""},
 	{isBundle(bundle.CodeUnauthorized), api.CodeUnauthorized, ""},
 	{isBundle(bundle.CodeUnsupported), api.CodeUnsupported, ""},
@@ -121,6 +123,13 @@ func isBundle(code string) func(error) bool {
 		e, ok := errors.AsType[*bundle.Error](err)
 		return ok && e.Code == code
 	}
+}
+
+// isOlder reports whether a server refused a request for a field that it does not
+// know, as servers did before they left such fields out.
+func isOlder(err error) bool {
+	e, ok := errors.AsType[*fetch.StatusError](err)
+	return ok && e.Status == http.StatusBadRequest && strings.Contains(e.Message, "unknown field")
 }
 
 func isStatus(codes ...int) func(error) bool {

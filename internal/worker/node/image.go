@@ -83,7 +83,7 @@ func (n *Node) loadImages() (map[string]*image, error) {
 			return nil, errorf(api.CodeUnsupported, "%w", err)
 		}
 		if err != nil {
-			n.warn("image record %s cannot be used (%v); it was set aside as %s.bad: pull the image again", path, err, e.Name())
+			n.Warn("image record %s cannot be used (%v); it was set aside as %s.bad: pull the image again", path, err, e.Name())
 			_ = os.Rename(path, path+".bad")
 			continue
 		}

@@ -328,8 +328,8 @@ func (n *Node) Close() error {
 	return errors.Join(errs...)
 }
 
-// warn records what an operator should know; `foil status` shows it.
-func (n *Node) warn(format string, args ...any) {
+// Warn records what an operator should know; `foil status` shows it.
+func (n *Node) Warn(format string, args ...any) {
 	msg := fmt.Sprintf(format, args...)
 	n.log.Warn(msg)
 	n.mu.Lock()

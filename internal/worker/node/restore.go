@@ -58,7 +58,7 @@ func (n *Node) restore(held map[string]*os.File) error {
 		if r.broken == nil {
 			if err := n.reopen(r, held, read); err != nil {
 				r.broken = err
-				n.warn("rootfs %s cannot be restored: %v", chain, err)
+				n.Warn("rootfs %s cannot be restored: %v", chain, err)
 			}
 		}
 		if r.broken != nil && !r.mounted {
@@ -151,7 +151,7 @@ func (n *Node) loadRootfs(mounted map[string]bool) error {
 			if err != nil {
 				// Who borrowed of it can be mounted all the same.
 				r.broken = err
-				n.warn("the list of what is kept of rootfs %s cannot be used: %v; it stays until no image uses contents of it", e.Name(), err)
+				n.Warn("the list of what is kept of rootfs %s cannot be used: %v; it stays until no image uses contents of it", e.Name(), err)
 			}
 			n.lent[r.id()] = r
 			continue
@@ -188,21 +188,21 @@ func (n *Node) loadRootfs(mounted map[string]bool) error {
 			}
 			r.broken = err
 			n.rootfs[chain] = r
-			n.warn("rootfs %s cannot be used, but others use it: %v", chain, err)
+			n.Warn("rootfs %s cannot be used, but others use it: %v", chain, err)
 			continue
 		}
 		r.contents.close()
 		if !errors.Is(err, os.ErrNotExist) {
-			n.warn("rootfs %s cannot be used and is removed: %v; pull its image again", chain, err)
+			n.Warn("rootfs %s cannot be used and is removed: %v; pull its image again", chain, err)
 		}
 		if r.mounted {
 			if err := kernel.Unmount(r.path("mnt"), true); err != nil {
-				n.warn("unmount what is left of a rootfs: %v", err)
+				n.Warn("unmount what is left of a rootfs: %v", err)
 				continue
 			}
 		}
 		if err := os.RemoveAll(r.dir); err != nil {
-			n.warn("remove what is left of a rootfs: %v", err)
+			n.Warn("remove what is left of a rootfs: %v", err)
 		}
 	}
 	return nil
@@ -282,7 +282,7 @@ func (n *Node) reopen(r *rootfs, held map[string]*os.File, read map[digest.Diges
 		return err
 	}
 	if why := a.Doubt(); why != "" {
-		n.warn("arena of rootfs %s: %s; what is missing is pulled again", r.rec.ChainID, why)
+		n.Warn("arena of rootfs %s: %s; what is missing is pulled again", r.rec.ChainID, why)
 	}
 	if err := n.gate.Guard(r.name(), a.File(), &backing{n: n, r: r, arena: a}); err != nil {
 		delete(held, gate.KeptArena+r.name())
@@ -308,7 +308,7 @@ func (n *Node) releaseLeft(r *rootfs, held map[string]*os.File) {
 		delete(held, gate.KeptArena+name)
 	}
 	if err != nil {
-		n.warn("take the arena of rootfs %s from behind the gate: %v; reads of it go through the daemon until it is", r.rec.ChainID, err)
+		n.Warn("take the arena of rootfs %s from behind the gate: %v; reads of it go through the daemon until it is", r.rec.ChainID, err)
 	}
 }
 
@@ -330,7 +330,7 @@ func (n *Node) checkLent(read map[digest.Digest]*restored) {
 		}
 		if used {
 			r.broken = err
-			n.warn("rootfs %s cannot be restored: %v", chain, err)
+			n.Warn("rootfs %s cannot be restored: %v", chain, err)
 			continue
 		}
 		n.log.Info("a rootfs is laid out anew", "rootfs", chain, "why", err)
@@ -355,13 +355,13 @@ func (n *Node) remount(lost map[digest.Digest]bool, read map[digest.Digest]*rest
 				}
 			}
 			if users != "" && r.gated {
-				n.warn("the gate of rootfs %s was lost (daemon and keeper died together): reads of containers on it fail; remove and start again:%s", chain, users)
+				n.Warn("the gate of rootfs %s was lost (daemon and keeper died together): reads of containers on it fail; remove and start again:%s", chain, users)
 			} else if users != "" {
-				n.warn("the gate of rootfs %s was lost (daemon and keeper died together): containers on it may have read zeros for bytes that were absent; remove and start again:%s", chain, users)
+				n.Warn("the gate of rootfs %s was lost (daemon and keeper died together): containers on it may have read zeros for bytes that were absent; remove and start again:%s", chain, users)
 			}
 			if err := kernel.Unmount(r.path("mnt"), true); err != nil {
 				r.broken = err
-				n.warn("rootfs %s cannot be mounted again: %v", chain, err)
+				n.Warn("rootfs %s cannot be mounted again: %v", chain, err)
 				continue
 			}
 			r.mounted = false
@@ -375,7 +375,7 @@ func (n *Node) remount(lost map[digest.Digest]bool, read map[digest.Digest]*rest
 		}
 		if err := n.mountAgain(r, read[chain]); err != nil {
 			r.broken = err
-			n.warn("rootfs %s cannot be mounted again: %v", chain, err)
+			n.Warn("rootfs %s cannot be mounted again: %v", chain, err)
 		}
 	}
 }

@@ -106,11 +106,11 @@ func (n *Node) dropTraced() {
 		}
 		state, err := runc.State(n.ctx, id)
 		if err == nil && state.Status != "stopped" {
-			n.warn("container %s was traced when the daemon was restarted; its trace is lost: remove it with `foil rm --force %s` and trace again", id, id)
+			n.Warn("container %s was traced when the daemon was restarted; its trace is lost: remove it with `foil rm --force %s` and trace again", id, id)
 			continue
 		}
 		if err := n.removeContainer(n.ctx, c); err != nil {
-			n.warn("remove what is left of container %s, which was traced: %v", id, err)
+			n.Warn("remove what is left of container %s, which was traced: %v", id, err)
 			continue
 		}
 		delete(n.containers, id)

@@ -10,6 +10,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/containerd/containerd/v2/pkg/snapshotters"
@@ -186,12 +187,11 @@ func (s *Snapshotter) pull(ctx context.Context, name string) (_ *pulled, why str
 		if ctx.Err() != nil {
 			return nil, "", ctx.Err()
 		}
-		why = shorten(fmt.Sprintf("image %s: %v", name, err))
 		code := codeOf(err)
 		if wait.Err() != nil {
 			code = "timeout"
 		}
-		s.plainly(true, name, code, why)
+		why = s.plainly(true, name, code, fmt.Sprintf("image %s: %v", name, err))
 		s.refused[name] = refusal{why, time.Now().Add(refusedFor)}
 		for other, r := range s.refused {
 			if time.Now().After(r.until) {
@@ -219,13 +219,14 @@ func (s *Snapshotter) pull(ctx context.Context, name string) (_ *pulled, why str
 	return p, "", nil
 }
 
-// shorten keeps a reason within what containerd allows for a label.
+// shorten keeps a reason within what containerd allows for a label, and makes it
+// text: gRPC sends no snapshot that has a label which is not UTF-8.
 func shorten(why string) string {
 	const limit = 2048
 	if len(why) > limit {
 		why = why[:limit] + "..."
 	}
-	return why
+	return strings.ToValidUTF8(why, "\uFFFD")
 }
 
 // read finds the layers of an image in its manifest and config.
@@ -290,16 +291,18 @@ func (s *Snapshotter) dropImage(ctx context.Context, name string) {
 
 // dropLeftovers removes the images that an earlier daemon pulled for snapshots
 // that are not there. Called with mu held.
-func (s *Snapshotter) dropLeftovers(ctx context.Context) error {
+func (s *Snapshotter) dropLeftovers(ctx context.Context) {
+	const stays = "images that containerd does not need any more may stay; the next daemon tries again to remove them"
 	dir := filepath.Join(s.opts.Dir, "images")
 	entries, err := os.ReadDir(dir)
 	if err != nil {
-		return err
+		s.log.Warn(stays, "error", err)
 	}
 	for _, e := range entries {
 		name, err := os.ReadFile(filepath.Join(dir, e.Name()))
 		if err != nil {
-			return err
+			s.log.Warn(stays, "error", err)
+			continue
 		}
 		if s.marker(string(name)) != filepath.Join(dir, e.Name()) {
 			_ = os.Remove(filepath.Join(dir, e.Name())) // half written
@@ -307,5 +310,4 @@ func (s *Snapshotter) dropLeftovers(ctx context.Context) error {
 		}
 		s.dropImage(ctx, string(name))
 	}
-	return nil
 }

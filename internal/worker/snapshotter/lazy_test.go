@@ -13,6 +13,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"unicode/utf8"
 
 	"github.com/containerd/containerd/v2/core/mount"
 	"github.com/containerd/containerd/v2/core/snapshots"
@@ -623,8 +624,14 @@ func TestUnreadableRecordHarmsOnlyItself(t *testing.T) {
 	if err != nil || len(records) != 1 {
 		t.Fatal(records, err)
 	}
-	for _, bad := range []string{"", "{}", `{"version":99}`, "null", "[]"} {
-		if err := os.WriteFile(records[0], []byte(bad), 0o600); err != nil {
+	const gone = "its directory was removed"
+	for _, bad := range []string{"", "{}", `{"version":99}`, "null", "[]", gone} {
+		if bad == gone {
+			err = os.RemoveAll(filepath.Dir(records[0]))
+		} else {
+			err = os.WriteFile(records[0], []byte(bad), 0o600)
+		}
+		if err != nil {
 			t.Fatal(err)
 		}
 		s := open(t, dir, f)
@@ -635,9 +642,38 @@ func TestUnreadableRecordHarmsOnlyItself(t *testing.T) {
 			t.Errorf("record %q: another snapshot: %v", bad, err)
 		}
 		remove(t, s, "other")
+		if bad == gone { // what is to be done then
+			remove(t, s, names[0])
+			pull(t, s, img, 0, "")
+		}
 		if err := s.Close(); err != nil {
 			t.Fatal(err)
 		}
+	}
+}
+
+// gRPC sends no label that is not UTF-8, and containerd takes none of any length.
+func TestReasonsCanBeLabels(t *testing.T) {
+	for _, c := range []struct{ why, want string }{
+		{"short", "short"},
+		{"file \xff\xfe", "file \uFFFD"},
+		{strings.Repeat("x", 2047) + "é", strings.Repeat("x", 2047) + "\uFFFD..."},
+	} {
+		if got := shorten(c.why); got != c.want {
+			t.Errorf("%q: %q, want %q", c.why, got, c.want)
+		}
+	}
+	s := open(t, t.TempDir(), newFake())
+	labels := map[string]string{
+		snapshots.LabelSnapshotRef:  digest.FromString("layer").String(),
+		snapshotters.TargetRefLabel: "registry.example/" + strings.Repeat("\xff", 4000),
+	}
+	if _, err := s.Prepare(t.Context(), "k", "", snapshots.WithLabels(labels)); err != nil {
+		t.Fatal(err)
+	}
+	info, err := s.Stat(t.Context(), "k")
+	if why := info.Labels[LabelReason]; err != nil || !utf8.ValidString(why) || len(why) > 2100 || why == "" {
+		t.Errorf("%v, reason of %d bytes: %q", err, len(why), why)
 	}
 }
 

@@ -25,8 +25,9 @@ func newPaths() *prometheus.CounterVec {
 func (s *Snapshotter) Metrics() prometheus.Collector { return metrics.Collectors{s.paths, s.unpacked} }
 
 // plainly counts an image that goes the plain way, and tells the log; not when
-// that was done for another layer of it. It returns why.
+// that was done for another layer of it. It returns why, as a label can be.
 func (s *Snapshotter) plainly(first bool, image, code, why string) string {
+	why = shorten(why)
 	if first {
 		s.paths.WithLabelValues(PathPlain, code).Inc()
 		s.log.Warn("containerd gets an image the plain way", "image", image, "path", PathPlain, "reason", why)

@@ -8,6 +8,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"strings"
 
 	"github.com/containerd/containerd/v2/core/snapshots"
 	"github.com/containerd/containerd/v2/core/snapshots/storage"
@@ -77,6 +78,15 @@ func (s *Snapshotter) idOf(path string) string {
 	return filepath.Base(filepath.Dir(path))
 }
 
+// lazyName is the name of a lazy snapshot. The names that containerd gives begin
+// with a namespace.
+func lazyName(chain digest.Digest, id string) string { return chain.String() + "/" + id }
+
+func isLazyName(name, id string) bool {
+	chain, ok := strings.CutSuffix(name, "/"+id)
+	return ok && digest.Digest(chain).Validate() == nil
+}
+
 // named returns the record of a lazy snapshot, or nil. Called with mu held.
 func (s *Snapshotter) named(name string) *record {
 	for _, r := range s.records {
@@ -118,7 +128,7 @@ func (s *Snapshotter) load(ctx context.Context) error {
 	defer s.mu.Unlock()
 	for id, name := range ids {
 		r, err := s.readRecord(id)
-		if errors.Is(err, fs.ErrNotExist) {
+		if errors.Is(err, fs.ErrNotExist) && !isLazyName(name, id) {
 			continue
 		}
 		if err == nil && (r.ID != id || r.Name != name) {
@@ -142,7 +152,8 @@ func (s *Snapshotter) load(ctx context.Context) error {
 			}
 		}
 	}
-	return s.dropLeftovers(ctx)
+	s.dropLeftovers(ctx)
+	return nil
 }
 
 func (s *Snapshotter) readRecord(id string) (*record, error) {
@@ -172,7 +183,7 @@ func (s *Snapshotter) commitLazy(ctx context.Context, key string, r *record, hel
 		if err != nil {
 			return err
 		}
-		r.Version, r.ID, r.Name = recordVersion, sn.ID, r.Chain.String()+"/"+sn.ID
+		r.Version, r.ID, r.Name = recordVersion, sn.ID, lazyName(r.Chain, sn.ID)
 		made = s.dir(sn.ID)
 		// A leftover of a crash: no snapshot had this ID.
 		if err := os.RemoveAll(made); err != nil {

@@ -167,6 +167,9 @@ func Open(ctx context.Context, opts Options) (_ *Snapshotter, err error) {
 			return nil, err
 		}
 	}
+	if err := check(opts.Dir); err != nil {
+		return nil, err
+	}
 	s := &Snapshotter{opts: opts, log: opts.Logger, records: make(map[string]*record), pulls: make(map[string]*pulled), refused: make(map[string]refusal), paths: newPaths()}
 	s.unpacked = prometheus.NewCounter(prometheus.CounterOpts{Name: "foil_node_unpacked_layers_total",
 		Help: "Layers of lazy images that were fetched and unpacked after all, because something that is not in the image is made on them."})
