@@ -83,11 +83,38 @@ type Report struct {
 	Lines     []Line
 	Summaries []Summary
 	Unpaired  int // runs of one result that the other lacks, or that failed in either
+	// Images are those that are not the same in both, by their digests: whatever
+	// differs may be due to that.
+	Images []string
+	// What the results are of: commits, programs, machines.
+	Before, After string
+}
+
+// differing are the images, NAME:TAG, that both results have and that are not the same.
+func differing(before, after results.Everything) (names []string) {
+	digests := map[string]string{}
+	for _, im := range before.Images {
+		digests[im.Name] = im.Digest
+	}
+	for _, im := range after.Images {
+		if was, both := digests[im.Name]; both && was != im.Digest {
+			names = append(names, im.Name)
+		}
+	}
+	return names
+}
+
+func describe(m results.Matrix) string {
+	s := fmt.Sprintf("commit %s, %s, Linux %s, %d cores, %s", m.Commit, cmp.Or(m.Foil, "no foil"), m.Host.Kernel, m.Host.Cores, m.Began.Format("2006-01-02 15:04 MST"))
+	if m.Note != "" {
+		s += ", " + m.Note
+	}
+	return s
 }
 
 // Compare compares two results.
 func Compare(before, after results.Everything) Report {
-	var report Report
+	report := Report{Images: differing(before, after), Before: describe(before.Matrix), After: describe(after.Matrix)}
 	old := map[results.Key]results.Run{}
 	for _, r := range before.Runs {
 		old[r.Key] = r
@@ -197,6 +224,17 @@ func (r *Report) summarise() {
 // Write writes a comparison as text. Unless all is set, settings without a
 // difference are left out.
 func (r Report) Write(w io.Writer, all bool) error {
+	if _, err := fmt.Fprintf(w, "before: %s\nafter:  %s\n", r.Before, r.After); err != nil {
+		return err
+	}
+	if len(r.Images) > 0 {
+		if _, err := fmt.Fprintf(w, "not the same images (their digests differ): %s\n", strings.Join(r.Images, ", ")); err != nil {
+			return err
+		}
+	}
+	if _, err := fmt.Fprintln(w); err != nil {
+		return err
+	}
 	t := tabwriter.NewWriter(w, 0, 4, 2, ' ', 0)
 	fmt.Fprintln(t, "engine\tkind\tmeasure\tsettings\tafter/before\tup, down\tp\tverdict")
 	for _, s := range r.Summaries {

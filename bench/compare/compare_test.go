@@ -74,3 +74,20 @@ func TestUnpaired(t *testing.T) {
 		}
 	}
 }
+
+// What is compared is said, and that images differ, which may explain everything.
+func TestSaysWhatIsCompared(t *testing.T) {
+	before, after := made(1, func(_, _ int) int { return 100 }), made(1, func(_, _ int) int { return 100 })
+	before.Matrix.Commit, after.Matrix.Commit = "0123abc", "4567def"
+	before.Images = []results.Image{{Name: "redis:1", Digest: "sha256:1"}, {Name: "nginx:1", Digest: "sha256:2"}, {Name: "node:1", Digest: "sha256:3"}}
+	after.Images = []results.Image{{Name: "redis:1", Digest: "sha256:1"}, {Name: "nginx:1", Digest: "sha256:4"}, {Name: "gcc:1", Digest: "sha256:5"}}
+	var out bytes.Buffer
+	if err := Compare(before, after).Write(&out, true); err != nil {
+		t.Fatal(err)
+	}
+	for _, want := range []string{"before: commit 0123abc", "after:  commit 4567def", "digests differ): nginx:1\n"} {
+		if !strings.Contains(out.String(), want) {
+			t.Errorf("%q is missing in:\n%s", want, out.String())
+		}
+	}
+}

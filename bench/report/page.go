@@ -452,7 +452,13 @@ func (v *view) LateRuns() (n int) {
 	return n
 }
 
+// firstLine is the first line of an error, with the next one if that is what it
+// announces.
 func firstLine(text string) string {
-	line, _, _ := strings.Cut(strings.TrimSpace(text), "\n")
+	line, rest, _ := strings.Cut(strings.TrimSpace(text), "\n")
+	line = strings.TrimSpace(line)
+	if rest = strings.TrimSpace(rest); strings.HasSuffix(line, ":") && rest != "" {
+		line += " " + firstLine(rest)
+	}
 	return line
 }

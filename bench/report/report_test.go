@@ -265,3 +265,11 @@ func TestQuoted(t *testing.T) {
 		}
 	}
 }
+
+func TestFirstLine(t *testing.T) {
+	for text, want := range map[string]string{"it failed\nfor a reason": "it failed", "\nit said:\n\n no device \nand more": "it said: no device", "it said:": "it said:"} {
+		if got := firstLine(text); got != want {
+			t.Errorf("%q became %q, want %q", text, got, want)
+		}
+	}
+}

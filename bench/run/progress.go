@@ -130,7 +130,11 @@ func tell(r results.Run) string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "%s, %s %s, rtt %v, %s, run %d: ", r.Engine, r.Image, r.Kind, r.RTT, rateText(r.Rate), r.Rep)
 	if r.Err != "" {
-		line, _, _ := strings.Cut(r.Err, "\n")
+		line, said, _ := strings.Cut(r.Err, "\n")
+		if strings.HasSuffix(line, ":") { // what it said comes next
+			next, _, _ := strings.Cut(strings.TrimSpace(said), "\n")
+			line += " " + next
+		}
 		return b.String() + "FAILED: " + line
 	}
 	ready, quiet := r.Marks[engines.Ready], r.Marks[engines.Quiet]
