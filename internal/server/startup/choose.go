@@ -99,6 +99,21 @@ func total(list []voter) (n int) {
 	return n
 }
 
+// touching returns the weight of those that touched something of a content.
+func touching(list []voter) map[uint32]int {
+	out := map[uint32]int{}
+	last := map[uint32]int{} // voter, from 1
+	for i, v := range list {
+		for _, r := range v.Touched {
+			if last[r.Content] != i+1 {
+				last[r.Content] = i + 1
+				out[r.Content] += v.weight
+			}
+		}
+	}
+	return out
+}
+
 // What spans are of, in choose: which list, and which of its voters.
 const (
 	ofRecorded = iota
@@ -115,7 +130,8 @@ const (
 //     good, and a page too few costs a round trip, one too many next to nothing; or
 //   - half or more of the reports touched it; or
 //   - it is inherited, and no more reports say that it was sent early for nothing
-//     than touched it.
+//     than touched it; or
+//   - it lies among pages that some traces have and others have not (fill.go).
 //
 // Its place is the median of what the traces say, in pages touched before it:
 // times depend on who measured them.
@@ -141,6 +157,12 @@ func (e *evidence) choose(t *toc.TOC) (set, late []ranked) {
 		spans = append(spans, span{r, ofInherited})
 	}
 	inRecorded, inReports := total(e.recorded), total(e.reports)
+	// Who disagrees: reports of traced sets say nothing of what was in the page cache already.
+	among := touching(e.recorded)
+	if inRecorded == 0 {
+		among = touching(e.reports)
+	}
+	var doubtful []ranked
 	var places []uint32
 	sweep(spans, func(piece trace.Run, of []span) {
 		var recorded, reported, unused int
@@ -171,10 +193,18 @@ func (e *evidence) choose(t *toc.TOC) (set, late []ranked) {
 			reported > 0 && 2*reported >= inReports,
 			inherited && unused <= reported:
 			set = appendRanked(set, r)
+			votes := recorded
+			if inRecorded == 0 {
+				votes = reported
+			}
+			if votes > 0 && votes < among[r.Content] {
+				doubtful = append(doubtful, r)
+			}
 		case unused <= reported+recorded:
 			late = appendRanked(late, r)
 		}
 	})
+	set, late = insert(set, fill(set, doubtful, t), late)
 	set, late = withoutHoles(set, t), withoutHoles(late, t)
 	byNeed(set)
 	byNeed(late)

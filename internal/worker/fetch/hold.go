@@ -11,13 +11,18 @@ import "time"
 // It costs one each time, and who misses once is likely to miss again nearby: a file
 // that is read from one end to the other, the tables of a large program. The line
 // has nothing else to do before the next miss. So what lies around a miss comes
-// after it; and with the last of them all comes: a start that misses so much
-// (a Go program does, in tables that its garbage collector looks into) would wait for longer, a round trip each
-// time, than it takes to bring the rest of the file.
-
-// around is how much comes with the misses of a start, bytes of frames; with the one after
-// them the hold ends.
-var around = [...]int64{256 << 10, 2 << 20}
+// after it, twice as much each time. The hold does not end with misses: a start that
+// has the processors to itself, and waits now and then, is ready before one that
+// shares them with the rest of its image, which has to be decompressed, hashed and written.
+// Only when misses have brought as much as the set of a large service was the set wrong.
+const (
+	// aroundFirst is how much comes with the first miss of a start, bytes of frames.
+	aroundFirst = 256 << 10
+	// aroundMost is how much comes with one miss at most.
+	aroundMost = 2 << 20
+	// aroundAll is how much misses bring before the hold ends.
+	aroundAll = 16 << 20
+)
 
 // hold is what Options.Hold has become. p.mu guards it.
 type hold struct {
@@ -26,6 +31,7 @@ type hold struct {
 	ends     time.Time   // once it has begun, in whichever stream
 	timer    *time.Timer // calls Release then
 	misses   int
+	brought  int64 // with misses, bytes of frames
 }
 
 // Release ends what Options.Hold does, before it has begun as well.
@@ -92,17 +98,21 @@ func (p *Pull) missed(r *reading) {
 	if !h.on {
 		return
 	}
-	if h.misses == len(around) {
-		p.release()
-		return
+	most := int64(aroundMost)
+	if h.misses < 8 {
+		most = min(most, aroundFirst<<h.misses)
 	}
-	p.current.around(r, around[h.misses])
+	h.brought += p.current.around(r, most)
 	h.misses++
+	if h.brought >= aroundAll {
+		p.release()
+	}
 }
 
 // around promotes what lies next to what a read waits for in its arena, about so
-// many bytes of frames: in the file, and in the files next to it. p.mu is held.
-func (s *stream) around(r *reading, most int64) {
+// many bytes of frames: in the file, and in the files next to it. It returns how
+// many. p.mu is held.
+func (s *stream) around(r *reading, most int64) (n int64) {
 	frameOf := s.frameOf[r.arena]
 	first, end := r.arena.Layout().SegmentsIn(r.off, r.n)
 	for before, after := first-1, end; before >= 0 || after < len(frameOf); before, after = before-1, after+1 {
@@ -111,11 +121,12 @@ func (s *stream) around(r *reading, most int64) {
 				continue
 			}
 			s.promote(frameOf[i])
-			if most -= int64(s.plan.Frames[frameOf[i]].MaxLength); most <= 0 {
-				return
+			if n += int64(s.plan.Frames[frameOf[i]].MaxLength); n >= most {
+				return n
 			}
 		}
 	}
+	return n
 }
 
 // endHold ends it when the pull has.

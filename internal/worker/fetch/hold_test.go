@@ -83,7 +83,7 @@ func (s *server) asked() []time.Duration {
 // TestHold: what comes after a startup set waits for the end of the start; what is
 // missed all the same comes alone.
 func TestHold(t *testing.T) {
-	m := newImage(t, "a", append(files(10), blob(98, 6000), blob(99, 16<<20))...)
+	m := newImage(t, "a", append(files(10), blob(98, 6000), blob(99, 8<<20))...)
 	m.startup = [][]trace.Run{{{Content: m.index(blob(98, 6000)), First: 0, Blocks: 2}}}
 	run := func(name string, change func(*Options), fn func(t *testing.T, s *server, w *worker, h *held)) {
 		t.Run(name, func(t *testing.T) {
@@ -114,24 +114,32 @@ func TestHold(t *testing.T) {
 		h.mu.Unlock()
 		h.Release()
 	})
-	run("missed often", nil, func(t *testing.T, s *server, w *worker, h *held) {
-		for i := range h.absent {
-			h.mu.Lock()
-			on, misses := h.hold.on, h.hold.misses
-			h.mu.Unlock()
-			if !on {
-				if misses != len(around) {
-					t.Errorf("the hold ended after %d misses", misses)
-				}
-				return
-			}
-			h.miss(t, h.absent[i*5%len(h.absent)])
-		}
-		t.Error("the hold has not ended")
-	})
 	run("for some time", func(o *Options) { o.Hold = 10 * time.Millisecond }, func(*testing.T, *server, *worker, *held) {})
 	run("never", func(o *Options) { o.Hold = 0 }, func(t *testing.T, s *server, w *worker, h *held) {})
 	run("released again", nil, func(t *testing.T, s *server, w *worker, h *held) { h.Release(); h.Release() })
+}
+
+// TestHoldMissedOften: a start that misses much was given the wrong set.
+func TestHoldMissedOften(t *testing.T) {
+	m := newImage(t, "a", append(files(10), blob(98, 6000), blob(99, 24<<20))...)
+	m.startup = [][]trace.Run{{{Content: m.index(blob(98, 6000)), First: 0, Blocks: 2}}}
+	with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
+		h := holding(t, s, w, nil)
+		for _, at := range h.absent {
+			h.miss(t, at)
+			h.mu.Lock()
+			on, misses, brought := h.hold.on, h.hold.misses, h.hold.brought
+			h.mu.Unlock()
+			if !on {
+				if brought < aroundAll || brought > aroundAll+2*aroundMost || misses > 12 {
+					t.Errorf("the hold ended after %d misses, with which %d bytes had come", misses, brought)
+				}
+				h.end(t, w)
+				return
+			}
+		}
+		t.Error("the hold has not ended")
+	})
 }
 
 // TestHoldReleasedBefore: the server was asked to hold when there is a need for it no more.

@@ -192,7 +192,7 @@ func (p *pull) isReady() {
 // lie idle for those that take minutes. holdStarted is for one of which nobody will say that it is
 // ready: containerd starts it as soon as the image is mounted.
 const (
-	holdProbed  = 10 * time.Second
+	holdProbed  = 20 * time.Second
 	holdStarted = 2 * time.Second
 )
 

@@ -1,0 +1,124 @@
+package startup
+
+import (
+	"cmp"
+	"slices"
+
+	"hydrofoil.dev/foil/internal/format/toc"
+	"hydrofoil.dev/foil/internal/format/trace"
+)
+
+// Some pages differ from start to start: those of the tables of a Go program, into which
+// its garbage collector looks wherever the goroutines happen to be, or of a heap
+// that is read by hash. However often such a service is traced, the next start
+// reads pages of these tables that none has read before; each costs a round trip, and a
+// segment of 256 to 512 KiB. Where traces disagree tells where the tables are: pages that some of them
+// have and others, which read that file too, have not lie there one near the other. So what
+// lies between such pages is filled in, and as much at both ends as the table is likely to go on.
+//
+// Of starts that were left out (two traces of four of golang's, of six of registry's) 32 and 13
+// segments were missed without this, 1 and 2 with it, for 1.21 and 1.47 times the pages. nextjs, which
+// misses one page or none, here and there in a large program, gets no page more.
+const (
+	// fillGap is how far apart two pages of a table are at most, pages: what comes with a miss
+	// is no less than that.
+	fillGap = 128
+	// fillRuns is how many runs make a table.
+	fillRuns = 3
+	// fillShare bounds what is filled in: one page for so many of the set.
+	fillShare = 2
+)
+
+// gap is a run of pages that may be filled in.
+type gap struct {
+	ranked
+	lacks uint32 // how many of them are not in the set
+}
+
+// fill returns the pages to be filled into a set. doubtful are the runs of it that some traces have
+// and others have not. Both are in the order of content and page. Short gaps go first.
+func fill(set, doubtful []ranked, t *toc.TOC) []ranked {
+	var gaps []gap
+	for len(doubtful) > 0 {
+		table := doubtful[:1]
+		runs, between := 1, uint32(0)
+		for _, r := range doubtful[1:] {
+			last := table[len(table)-1]
+			if r.Content != last.Content || r.First-last.End() > fillGap {
+				break
+			}
+			if r.First > last.End() {
+				runs, between = runs+1, between+r.First-last.End()
+			}
+			table = doubtful[:len(table)+1]
+		}
+		doubtful = doubtful[len(table):]
+		if runs < fillRuns {
+			continue
+		}
+		content := table[0].Content
+		add := func(first, end, at uint32) {
+			r := trace.Run{Content: content, First: first, Blocks: end - first}
+			if n := lacking(set, r); n > 0 {
+				gaps = append(gaps, gap{ranked{r, at}, n})
+			}
+		}
+		// Twice the mean gap.
+		beyond := min(2*between/uint32(runs-1), fillGap)
+		first, last := table[0], table[len(table)-1]
+		add(first.First-min(first.First, beyond), first.First, first.at)
+		for i, r := range table[1:] {
+			add(table[i].End(), r.First, min(table[i].at, r.at))
+		}
+		add(last.End(), min(last.End()+beyond, trace.Pages(t.Contents[content].Size)), last.at)
+	}
+	slices.SortStableFunc(gaps, func(a, b gap) int { return cmp.Compare(a.lacks, b.lacks) })
+	left := pages(set) / fillShare
+	var out []ranked
+	for _, g := range gaps {
+		if left -= int64(g.lacks); left < 0 {
+			break
+		}
+		out = append(out, g.ranked)
+	}
+	return out
+}
+
+// lacking returns how many pages of r are not in set, which is in the order of content and page.
+func lacking(set []ranked, r trace.Run) uint32 {
+	n := r.Blocks
+	i, _ := slices.BinarySearchFunc(set, r, func(s ranked, r trace.Run) int {
+		if c := cmp.Compare(s.Content, r.Content); c != 0 {
+			return c
+		}
+		return cmp.Compare(s.End(), r.First+1)
+	})
+	for ; i < len(set) && set[i].Content == r.Content && set[i].First < r.End(); i++ {
+		n -= min(set[i].End(), r.End()) - max(set[i].First, r.First)
+	}
+	return n
+}
+
+// insert puts filled pages into a set, and takes them out of late. All are in the order of
+// content and page afterwards.
+func insert(set, filled, late []ranked) (newSet, newLate []ranked) {
+	if len(filled) == 0 {
+		return set, late
+	}
+	const ofLate = 2
+	var spans []span
+	for of, list := range [][]ranked{set, filled, late} {
+		for _, r := range list {
+			spans = append(spans, span{r, of})
+		}
+	}
+	sweep(spans, func(piece trace.Run, of []span) {
+		first := slices.MinFunc(of, func(a, b span) int { return cmp.Compare(a.of, b.of) })
+		if r := first.clip(piece.First, piece.End()); first.of == ofLate {
+			newLate = appendRanked(newLate, r)
+		} else {
+			newSet = appendRanked(newSet, r)
+		}
+	})
+	return newSet, newLate
+}
