@@ -103,7 +103,8 @@ stopped and removed.
 Each run has a mount of its own with a cold page cache. The traces go to the
 image's server, which makes the startup set of the service from them: an image
 with an entrypoint and a command. Pages count that at least a quarter of the runs
-touched. "foil startup" shows and removes sets; docs/startup.md says more.
+touched, and what lies between pages that some runs touched and others did not.
+"foil startup" shows and removes sets; docs/startup.md says more.
 
 Without --probe a service is ready when it has read nothing new for --quiet, or
 has ended with code 0.

@@ -20,7 +20,8 @@
 //	           sets of the image's services
 //
 // Reports add to a set that was traced or inherited, and take from an inherited
-// one what most of them say was not used (choose). Pages in holes are never in a
+// one what most of them say was not used (choose). What lies between pages about which
+// traces disagree is filled in (fill). Pages in holes are never in a
 // set, and a set has a limit (Limit): what is needed last has to go.
 //
 // # The store of an image
