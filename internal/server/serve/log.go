@@ -16,7 +16,7 @@ func logRequests(log *slog.Logger, m *requestMetrics, next http.Handler) http.Ha
 			level = slog.LevelDebug
 		}
 		start := time.Now()
-		rec := &recorder{ResponseWriter: w}
+		rec := &recorder{ResponseWriter: w, pace: pacerOf(req.Context())}
 		ended, end := false, m.begin(req)
 		defer func() {
 			status := any(rec.status)
@@ -39,6 +39,7 @@ func logRequests(log *slog.Logger, m *requestMetrics, next http.Handler) http.Ha
 // recorder counts what is answered.
 type recorder struct {
 	http.ResponseWriter
+	pace   *pacer // of the connection; nil if it has none
 	status int
 	bytes  int64
 }
@@ -54,6 +55,7 @@ func (r *recorder) Write(p []byte) (int, error) {
 	if r.status == 0 {
 		r.status = http.StatusOK
 	}
+	r.pace.check(time.Now())
 	n, err := r.ResponseWriter.Write(p)
 	r.bytes += int64(n)
 	return n, err
@@ -61,7 +63,10 @@ func (r *recorder) Write(p []byte) (int, error) {
 
 // Sent counts what was sent beside the ResponseWriter, on a connection that was
 // taken over.
-func (r *recorder) Sent(n int64) { r.bytes += n }
+func (r *recorder) Sent(n int64) {
+	r.bytes += n
+	r.pace.check(time.Now())
+}
 
 // ReadFrom keeps the way to sendfile(2) open.
 func (r *recorder) ReadFrom(src io.Reader) (int64, error) {

@@ -232,8 +232,9 @@ func (s *Server) open(ctx context.Context) error {
 
 func (s *Server) listen(ctx context.Context) error {
 	s.http = &http.Server{
-		Handler:  s.handler,
-		ErrorLog: slog.NewLogLogger(s.log.Handler(), slog.LevelDebug),
+		Handler:     s.handler,
+		ConnContext: withPacer,
+		ErrorLog:    slog.NewLogLogger(s.log.Handler(), slog.LevelDebug),
 		// A body may take as long as it takes, in either direction: there is no
 		// timeout for whole requests. Headers are short.
 		ReadHeaderTimeout: 30 * time.Second,

@@ -17,8 +17,8 @@ const (
 	keepEvery = 20 * time.Second
 	// warmStep is what a warm-up begins with, bytes; it doubles.
 	warmStep = 64 << 10
-	// warmGain is how much faster each step must be for another one: below it
-	// the path is filled.
+	// warmGain is how much faster than all before a step must be: if it is not, the
+	// path may be full.
 	warmGain = 1.25
 )
 
@@ -29,36 +29,32 @@ type Warming struct {
 }
 
 // Warm connects if need be, and has the server send bytes that mean nothing, twice
-// as many each time, until that is no longer faster, and once more; at most `most` in all. TCP
+// as many each time, until that was no longer faster twice; at most `most` in all. TCP
 // has then learned the path: a pull that comes later begins at its full rate instead of
 // with ten packets a round trip. BBR keeps what it learned while
 // a connection is idle (Linux: tcp_slow_start_after_idle is not for it).
 //
-// Once more, since BBR believes that a path is filled after three round trips that
-// were no faster, and till then sends 2.9 times as fast as the path is: the first
-// megabytes of a pull would overflow the queue before the path, and what is lost comes two round
-// trips later.
+// Twice, since one packet that is lost makes a step slow on a path that is far from
+// full; and since BBR believes that a path is full after three round trips that
+// were no faster. The server sees to it that what comes before that does not overflow
+// the queue.
 func (c *Client) Warm(ctx context.Context, most int64) (Warming, error) {
 	var w Warming
-	before, filled := 0.0, false
-	for step := int64(warmStep); w.Bytes+step <= most && !filled; step *= 2 {
+	slow := 0 // steps in a row that were no faster
+	for step := int64(warmStep); w.Bytes < most && slow < 2; step *= 2 {
 		began := time.Now()
-		n, err := c.padding(ctx, step)
+		n, err := c.padding(ctx, min(step, most-w.Bytes))
 		w.Bytes += n
 		if err != nil {
 			return w, err
 		}
 		rate := float64(n) / time.Since(began).Seconds()
-		w.Rate = max(w.Rate, rate)
-		filled = rate < before*warmGain
-		before = rate
-		if more := min(2*step, most-w.Bytes); filled && more > 0 {
-			n, err := c.padding(ctx, more)
-			w.Bytes += n
-			if err != nil {
-				return w, err
-			}
+		if rate < w.Rate*warmGain {
+			slow++
+		} else {
+			slow = 0
 		}
+		w.Rate = max(w.Rate, rate)
 	}
 	return w, nil
 }
