@@ -153,7 +153,7 @@ func TestClientTimeouts(t *testing.T) {
 	})
 	defer close(hang)
 	var dials atomic.Int64
-	c, err := NewClient(ClientOptions{Base: base, Dial: countDials(&dials), HeaderTimeout: 50 * time.Millisecond, StallTimeout: 50 * time.Millisecond})
+	c, err := NewClient(ClientOptions{Base: base, Dial: countDials(&dials), HeaderTimeout: 500 * time.Millisecond, StallTimeout: 500 * time.Millisecond})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -174,7 +174,7 @@ func TestClientTimeouts(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	time.Sleep(100 * time.Millisecond)
+	time.Sleep(700 * time.Millisecond)
 	if n, err := r2.Read(make([]byte, 100)); n == 0 || err != nil {
 		t.Errorf("a reader that was slow: %d bytes, %v", n, err)
 	}
