@@ -56,6 +56,7 @@ var colours = map[string]color.RGBA{
 	"stargz": {213, 94, 0, 255}, "soci": {0, 158, 115, 255}, "nydus": {204, 121, 167, 255}, "starlight": {230, 159, 0, 255},
 	"curl": {150, 150, 150, 255}, "layers": {150, 150, 150, 255}, "floor": {20, 20, 20, 255},
 	"hydrofoil-untraced": {86, 180, 233, 255}, "hydrofoil-unconnected": {0, 60, 110, 255}, "hydrofoil-bare": {140, 160, 200, 255},
+	"hydrofoil-containerd": {64, 176, 166, 255}, "hydrofoil-cri": {93, 58, 155, 255}, "overlayfs-cri": {160, 120, 90, 255},
 }
 
 func colour(engine string) color.RGBA {
@@ -113,22 +114,28 @@ type key struct {
 	thumb plot.Thumbnailer
 }
 
-// compose draws a plot below its legend, which has three columns: within the plot
-// that of many engines would hide what they did.
+// compose draws a plot below its legend, which has three columns, or two if its
+// texts are long: within the plot that of many engines would hide what they did.
 func compose(c draw.Canvas, p *plot.Plot, keys []key) {
-	const columns = 3
 	across := c.Max.X - c.Min.X
 	// A column is as wide as its longest text asks for.
-	var widths [columns]vg.Length
+	var widths []vg.Length
 	var all vg.Length
-	for column := range columns {
-		for i := column; i < len(keys); i += columns {
-			widths[column] = max(widths[column], p.Legend.TextStyle.Width(keys[i].text))
+	for _, columns := range []int{3, 2} {
+		widths, all = make([]vg.Length, columns), 0
+		for column := range columns {
+			for i := column; i < len(keys); i += columns {
+				widths[column] = max(widths[column], p.Legend.TextStyle.Width(keys[i].text))
+			}
+			// The page's reader may have a wider font than is measured here.
+			widths[column] = 1.18*widths[column] + p.Legend.ThumbnailWidth + vg.Points(8)
+			all += widths[column]
 		}
-		// The page's reader may have a wider font than is measured here.
-		widths[column] = 1.18*widths[column] + p.Legend.ThumbnailWidth + vg.Points(8)
-		all += widths[column]
+		if all <= across {
+			break
+		}
 	}
+	columns := len(widths)
 	// A legend of gonum's is as high as its letters, and so of rows that are not in
 	// line with those of another: each key is one of its own.
 	row := vg.Points(17)
