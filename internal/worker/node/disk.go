@@ -92,13 +92,17 @@ func (n *Node) space() (disk, error) {
 	d := disk{free: space.Free, size: space.Size}
 	n.mu.Lock()
 	for _, r := range n.rootfs {
-		if r.arena != nil && r.filling != nil {
+		if r.arena != nil && r.pulled() {
 			d.pending += r.arena.Layout().ContentBytes() - r.arena.ContentHere()
 		}
 	}
 	n.mu.Unlock()
 	return d, nil
 }
+
+// pulled reports whether a pull brings what the rootfs lacks, which one that nobody
+// has claimed does not. Called with Node.mu held.
+func (r *rootfs) pulled() bool { return r.filling != nil && !r.filling.unclaimed() }
 
 func (n *Node) disk() (disk, error) {
 	d, err := n.space()
@@ -309,7 +313,7 @@ func (n *Node) fits(r *rootfs) error {
 		return err
 	}
 	n.mu.Lock()
-	if n.rootfs[r.rec.ChainID] == r && r.filling != nil { // it is counted
+	if n.rootfs[r.rec.ChainID] == r && r.pulled() { // it is counted
 		d.pending -= l.ContentBytes() - r.arena.ContentHere()
 	}
 	n.mu.Unlock()

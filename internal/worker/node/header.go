@@ -8,7 +8,9 @@ import (
 	"github.com/opencontainers/go-digest"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/format/toc"
 	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/runner"
 )
 
 // Header is what is known of an image as soon as its bundle has begun. All bytes
@@ -20,9 +22,12 @@ type Header struct {
 }
 
 // early is a pull that was begun for its header. Its stream is held where the
-// header ends, and nothing of it is on the disk, until somebody pulls the image
-// by the digest of its manifest, and then has this pull. What arrives meanwhile
-// is bounded by the stream's receive window.
+// header ends until somebody pulls the image by the digest of its manifest, and
+// then has this pull. What arrives meanwhile is bounded by the stream's receive
+// window. A rootfs that is not here is laid out and mounted while containerd
+// stores manifest and config, which takes as long: when the image is claimed its
+// mount is there. If nobody claims it, it is removed with the pull: no image
+// names it.
 type early struct {
 	headed  chan struct{} // closed when header is set
 	header  *Header
@@ -55,6 +60,8 @@ func (n *Node) Header(ctx context.Context, req api.PullRequest) (*Header, error)
 		return nil, err
 	}
 	defer leave()
+	// containerd's shim starts containers with it.
+	n.work.Go(new(runner.Runner).Warm)
 	p := n.newPull(r, req)
 	p.early = &early{headed: make(chan struct{}), claimed: make(chan struct{})}
 	n.work.Go(p.run)
@@ -95,13 +102,15 @@ type failure struct {
 func (f *failure) Error() string   { return f.told.Error() }
 func (f *failure) Unwrap() []error { return []error{f.told, f.cause} }
 
-// await tells of the header of an early pull, and waits until the pull is
-// claimed. It is called before anything is made of the header.
-func (p *pull) await(ctx context.Context, img *bundle.Image) error {
+// announce tells of the header of an early pull. It is called before anything is
+// made of the header.
+//
+// Errors: errUnclaimed when there is nothing for the pull to bring.
+func (p *pull) announce(img *bundle.Image) error {
 	e := p.early
 	select {
 	case <-e.headed:
-		return nil // another stream of the same pull, long since claimed
+		return nil // another stream of the same pull
 	default:
 	}
 	n := p.n
@@ -114,7 +123,7 @@ func (p *pull) await(ctx context.Context, img *bundle.Image) error {
 		n.mu.Unlock()
 		e.header = header
 		close(e.headed)
-		return errUnclaimed // there is nothing for it to bring
+		return errUnclaimed
 	}
 	// The image's name is the one by which containerd's snapshotter pulls.
 	p.ref.name, p.ref.reference = name, img.Manifest.Digest.String()
@@ -128,6 +137,36 @@ func (p *pull) await(ctx context.Context, img *bundle.Image) error {
 	n.mu.Unlock()
 	e.header = header
 	close(e.headed)
+	return nil
+}
+
+// layOut makes the rootfs of an image that nobody has claimed, unless there is
+// one, and mounts it in the background. The caller tells then by the channel
+// whether the image is claimed. Without a rootfs that was made the channel is nil;
+// why, is found again by who claims the image.
+func (p *pull) layOut(img *bundle.Image, t *toc.TOC) (*rootfs, chan<- bool) {
+	n := p.n
+	n.mu.Lock()
+	skip := n.rootfs[img.ChainID] != nil || !p.unclaimed()
+	n.mu.Unlock()
+	if skip {
+		return nil, nil
+	}
+	r, made, err := p.rootfsOf(img, t)
+	if err != nil || made == nil {
+		n.log.Debug("the rootfs of an image is not made before it is claimed", "ref", p.ref, "error", err)
+		return nil, nil
+	}
+	p.note(img)
+	p.laid(r, t, made)
+	claimed := make(chan bool, 1)
+	p.work.Go(func() { p.mount(r, t, made, claimed) })
+	return r, claimed
+}
+
+// await waits until an early pull is claimed.
+func (p *pull) await(ctx context.Context) error {
+	n, e := p.n, p.early
 	timer := time.NewTimer(n.opts.earlyFor)
 	defer timer.Stop()
 	select {
@@ -138,14 +177,17 @@ func (p *pull) await(ctx context.Context, img *bundle.Image) error {
 	}
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	if n.early[name] == p {
-		delete(n.early, name)
-	}
-	select {
-	case <-e.claimed:
+	n.withdraw(p)
+	if !p.unclaimed() {
 		return nil
-	default:
-		return errUnclaimed
+	}
+	return errUnclaimed
+}
+
+// withdraw keeps an early pull from being claimed. Called with Node.mu held.
+func (n *Node) withdraw(p *pull) {
+	if n.early[p.ref.name] == p {
+		delete(n.early, p.ref.name)
 	}
 }
 

@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 	"time"
@@ -17,6 +19,17 @@ func (h *host) waiting() int {
 	h.n.mu.Lock()
 	defer h.n.mu.Unlock()
 	return len(h.n.early)
+}
+
+// awaitMount waits until something is mounted.
+func (h *host) awaitMount() {
+	h.t.Helper()
+	eventually(h.t, "a rootfs is mounted", func() error {
+		if len(h.mounts()) == 0 {
+			return errors.New("nothing is mounted")
+		}
+		return nil
+	})
 }
 
 func (h *host) header(ref string) *Header {
@@ -49,6 +62,8 @@ func TestHeaderThenPull(t *testing.T) {
 	if images, _ := h.n.Images(t.Context()); len(images) > 0 {
 		t.Errorf("images %+v", images)
 	}
+	// Its mount is being made all the same.
+	h.awaitMount()
 	h.mustPull(name, api.Complete)
 	h.same(m)
 	if n := s.requestCount(); n != 1 || h.waiting() > 0 {
@@ -88,6 +103,13 @@ func TestHeaderThatNobodyClaims(t *testing.T) {
 		}
 		return nil
 	})
+	eventually(t, "nothing is left", func() error {
+		left, err := os.ReadDir(filepath.Join(h.root, "rootfs"))
+		if err != nil || len(left) > 0 || len(h.mounts()) > 0 {
+			return fmt.Errorf("%v, mounts %v, %w", left, h.mounts(), err)
+		}
+		return nil
+	})
 	h.stop() // and waits for it
 	if strings.Contains(h.log.String(), "failed") {
 		t.Error("that nobody pulls an image counts as a failure")
@@ -106,6 +128,38 @@ func TestHeaderThatNobodyClaims(t *testing.T) {
 	}
 	if n := h.waiting(); n > mostEarly || n == 0 {
 		t.Errorf("%d pulls wait", n)
+	}
+}
+
+// Who pulls an image by another name than the one by which it could be claimed
+// does not wait for the end of the other pull, and has what that one made.
+func TestHeaderThenPullByTag(t *testing.T) {
+	s := newFakeServer(t)
+	m := newFakeImage(t, some(1, 10, 5000))
+	ref := s.serve("app:1", m)
+	h := newHost(t)
+	h.stop()
+	h.early = time.Hour
+	h.start()
+	h.header(ref)
+	h.mustPull(ref, api.Complete)
+	h.same(m)
+	if h.n.Has(digestName(ref, m)) || h.waiting() > 0 {
+		t.Errorf("an image that nobody claimed is here, and %d pulls wait", h.waiting())
+	}
+}
+
+// Of an image that nobody has claimed, the room that it would take is free.
+func TestHeaderReservesNothing(t *testing.T) {
+	s := newFakeServer(t)
+	m := newFakeImage(t, some(1, 10, 5000))
+	ref := s.serve("app:1", m)
+	h := newHost(t)
+	h.header(ref)
+	h.awaitMount()
+	d, err := h.n.space()
+	if err != nil || d.pending != 0 {
+		t.Errorf("%d bytes are pending, %v", d.pending, err)
 	}
 }
 

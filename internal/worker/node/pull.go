@@ -46,6 +46,7 @@ type pull struct {
 	progress   fetch.Progress // of it, once it has ended
 	digest     string
 	image      *image
+	told       bool                   // of what the header says
 	record     func() (staged, error) // of image, once it is on the disk; set before the mount
 	rootfs     *rootfs
 	committed  bool
@@ -181,6 +182,7 @@ func (p *pull) run() {
 	if r := p.rootfs; r != nil && r.filling == p {
 		r.filling = nil
 	}
+	n.withdraw(p)
 	if img := n.images[p.ref.name]; img != nil && !p.unclaimed() {
 		img.Why = ""
 		if err == nil {
@@ -397,8 +399,25 @@ func (p *pull) haves() []bundle.Have {
 func (p *pull) open(ctx context.Context, img *bundle.Image, t *toc.TOC) (*arena.Arena, error) {
 	n := p.n
 	if p.early != nil {
-		if err := p.await(ctx, img); err != nil {
+		if err := p.announce(img); err != nil {
 			return nil, err
+		}
+		r, claimed := p.layOut(img, t)
+		err := p.await(ctx)
+		if err == nil {
+			p.resolved(img)
+		}
+		if claimed != nil {
+			if err == nil {
+				err = n.fits(r) // still
+			}
+			claimed <- err == nil
+		}
+		if err != nil {
+			return nil, err
+		}
+		if claimed != nil {
+			return r.arena, nil
 		}
 	}
 	p.resolved(img)
@@ -408,7 +427,7 @@ func (p *pull) open(ctx context.Context, img *bundle.Image, t *toc.TOC) (*arena.
 	}
 	if made != nil {
 		p.laid(r, t, made)
-		p.work.Go(func() { p.mount(r, t, made) })
+		p.work.Go(func() { p.mount(r, t, made, nil) })
 		return r.arena, nil
 	}
 	select {
@@ -454,8 +473,20 @@ func (p *pull) hadAll() bool {
 	return p.whole
 }
 
-// resolved notes what the header says.
+// resolved notes what the header says, and tells of it, once.
 func (p *pull) resolved(img *bundle.Image) {
+	p.note(img)
+	p.mu.Lock()
+	first := !p.told
+	p.told = true
+	p.mu.Unlock()
+	if first {
+		p.happened(api.Resolved, nil)
+	}
+}
+
+// note begins the record of the image.
+func (p *pull) note(img *bundle.Image) {
 	p.mu.Lock()
 	first := p.image == nil
 	if first {
@@ -479,7 +510,6 @@ func (p *pull) resolved(img *bundle.Image) {
 	p.mu.Unlock()
 	if first {
 		p.stageImage()
-		p.happened(api.Resolved, nil)
 	}
 }
 
@@ -498,6 +528,11 @@ func (p *pull) rootfsOf(img *bundle.Image, t *toc.TOC) (r *rootfs, made placemen
 			n.mu.Unlock()
 			return nil, nil, errorf(api.CodeConflict, "the server now describes rootfs %s by TOC %s, what is here of it came by %s: remove its images with `foil rm` and pull again",
 				img.ChainID, img.TOCDigest, r.rec.TOC)
+		}
+		if f := r.filling; f != nil && f != p && f.unclaimed() {
+			// Nobody may ever claim it: this one goes on with what it has made.
+			n.withdraw(f)
+			f.stop(errUnclaimed)
 		}
 		if !r.rec.Complete && r.filling == nil {
 			r.filling = p
@@ -609,11 +644,16 @@ func (n *Node) clearBroken(chain digest.Digest) error {
 }
 
 // mount makes the mount of a rootfs that this pull laid out, and then brings
-// over what other arenas hold of it.
-func (p *pull) mount(r *rootfs, t *toc.TOC, place placement) {
+// over what other arenas hold of it. Of a pull that nobody has claimed yet,
+// claimed says whether somebody does; else it is nil.
+func (p *pull) mount(r *rootfs, t *toc.TOC, place placement, claimed <-chan bool) {
 	n := p.n
 	err := n.mountRootfs(r, t, place)
 	n.at("mounted")
+	if err == nil && claimed != nil && !<-claimed {
+		close(r.ready)
+		return
+	}
 	if err == nil {
 		err = p.commit()
 		n.at("committed")

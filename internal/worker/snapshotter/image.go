@@ -60,9 +60,12 @@ func (s *Snapshotter) skip(ctx context.Context, key, target, parent string, labe
 	}
 	exists := fmt.Errorf("the snapshot of layer %s: %w", target, errdefs.ErrAlreadyExists)
 	s.mu.Lock()
-	here := s.find(chain, parent) != nil
+	here := s.find(chain, parent)
+	if here != nil && here.Role == roleRootfs {
+		s.forget(here.Image) // the last layer: containerd asks for no more
+	}
 	s.mu.Unlock()
-	if here {
+	if here != nil {
 		return "", exists
 	}
 	if s.opts.Node == nil {
@@ -80,31 +83,25 @@ func (s *Snapshotter) skip(ctx context.Context, key, target, parent string, labe
 	if i < 0 {
 		return s.plainly(parent == "", name, "not_in_image", fmt.Sprintf("image %s has no layer with chain ID %s", name, chain)), nil
 	}
-	r := &record{Parent: parent, Role: roleLayer, Chain: chain, Image: name, Layer: p.layers[i], DiffID: p.diffIDs[i], Full: p.held.Complete}
-	var held *node.Held
-	if i == len(p.chains)-1 {
-		r.Role = roleRootfs
-		if held, err = s.opts.Node.Hold(ctx, name); err != nil {
-			return s.plainly(true, name, codeOf(err), fmt.Sprintf("image %s: %v", name, err)), ctx.Err()
-		}
+	held, err := s.opts.Node.Hold(ctx, name)
+	if err != nil {
+		return s.plainly(true, name, codeOf(err), fmt.Sprintf("image %s: %v", name, err)), ctx.Err()
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	err = s.commitLazy(ctx, key, r, held, labels)
-	if held != nil {
-		if r.held == nil { // it failed, or another request made it
-			s.opts.Node.Release(held.ChainID)
-		}
+	rootfs, err := s.commitLazy(ctx, key, parent, name, p, i, held, labels)
+	if rootfs == nil { // it failed, or was there
+		s.opts.Node.Release(held.ChainID)
+	}
+	if i == len(p.chains)-1 {
 		s.forget(name)
 	}
 	if err != nil {
-		if held != nil {
-			s.dropImage(ctx, name)
-		}
+		s.dropImage(ctx, name)
 		return s.plainly(true, name, codeOf(err), err.Error()), ctx.Err()
 	}
-	if r.held != nil {
-		path, why := r.path()
+	if rootfs != nil {
+		path, why := rootfs.path()
 		s.paths.WithLabelValues(path, path).Inc()
 		s.log.Info("containerd has an image", "image", name, "path", path, "reason", why, "digest", held.Digest, "rootfs", held.ChainID, "layers", len(p.chains))
 	}

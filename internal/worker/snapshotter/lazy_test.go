@@ -400,15 +400,14 @@ func TestImageOfTheUserStays(t *testing.T) {
 	}
 }
 
-// A crash between the pull and the snapshot.
+// A crash between the pull and the snapshots.
 func TestLeftoverImageIsRemoved(t *testing.T) {
 	f := newFake()
 	img := f.add(t, "a", "b")
 	dir := t.TempDir()
 	s := open(t, dir, f)
-	_, err := s.Prepare(t.Context(), "extract", "", snapshots.WithLabels(img.labels(0)))
-	if !errdefs.IsAlreadyExists(err) {
-		t.Fatal(err)
+	if p, why, err := s.pull(t.Context(), img.name); p == nil {
+		t.Fatal(why, err)
 	}
 	if err := s.Close(); err != nil {
 		t.Fatal(err)
@@ -419,6 +418,69 @@ func TestLeftoverImageIsRemoved(t *testing.T) {
 	open(t, dir, f)
 	if f.here[img.name] {
 		t.Error("the image stays that was pulled for a snapshot which never came")
+	}
+}
+
+// All snapshots of an image are made when containerd asks for the first. What it
+// does not know it removes: when it collects garbage before it has asked for the
+// others, and when it never does.
+func TestLayersAreMadeTogether(t *testing.T) {
+	f := newFake()
+	img := f.add(t, "a", "b", "c", "d")
+	dir := t.TempDir()
+	s := open(t, dir, f)
+	first := func() (names []string) {
+		_, err := s.Prepare(t.Context(), "extract", "", snapshots.WithLabels(img.labels(0)))
+		if !errdefs.IsAlreadyExists(err) {
+			t.Fatal(err)
+		}
+		byChain := make(map[string]snapshots.Info)
+		if err := s.Walk(t.Context(), func(_ context.Context, info snapshots.Info) error {
+			byChain[info.Labels[snapshots.LabelSnapshotRef]] = info
+			return nil
+		}); err != nil {
+			t.Fatal(err)
+		}
+		parent := ""
+		for i, chain := range img.chains {
+			info, ok := byChain[chain.String()]
+			if !ok || info.Parent != parent || info.Kind != snapshots.KindCommitted {
+				t.Fatalf("snapshot of layer %d: %+v; its parent should be %q", i, info, parent)
+			}
+			for k, v := range img.labels(i) {
+				if info.Labels[k] != v {
+					t.Errorf("layer %d: label %s is %q, not %q", i, k, info.Labels[k], v)
+				}
+			}
+			names, parent = append(names, info.Name), info.Name
+		}
+		return names
+	}
+	names := first()
+	remove(t, s, names[3], names[2], names[1])
+	if !f.here[img.name] {
+		t.Error("the image was removed while containerd asked for its layers")
+	}
+	again := pull(t, s, img, 1, names[0])
+	if f.holds[img.held.ChainID] != 1 {
+		t.Errorf("%d holds, want that of the snapshot", f.holds[img.held.ChainID])
+	}
+	if diff := cmp.Diff(again, pull(t, s, img, 1, names[0])); diff != "" {
+		t.Errorf("the same image has other snapshots the second time: %s", diff)
+	}
+	remove(t, s, again[2], again[1], again[0], names[0])
+	if len(f.here) != 0 || len(f.holds) != 0 {
+		t.Errorf("images %v, holds %v are left", f.here, f.holds)
+	}
+	// containerd died after the first layer, and the daemon is started again.
+	names = first()
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	s = open(t, dir, f)
+	remove(t, s, names[3], names[2], names[1], names[0])
+	if len(f.here) != 0 || len(f.holds) != 0 {
+		t.Errorf("images %v, holds %v are left", f.here, f.holds)
 	}
 }
 

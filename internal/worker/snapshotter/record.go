@@ -6,15 +6,18 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
 	"os"
 	"path/filepath"
 	"strings"
 
 	"github.com/containerd/containerd/v2/core/snapshots"
 	"github.com/containerd/containerd/v2/core/snapshots/storage"
+	"github.com/containerd/containerd/v2/pkg/snapshotters"
 	"github.com/containerd/errdefs"
 	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+	"golang.org/x/sync/errgroup"
 
 	"hydrofoil.dev/foil/internal/worker/node"
 )
@@ -171,58 +174,111 @@ func (s *Snapshotter) readRecord(id string) (*record, error) {
 	return r, r.Chain.Validate()
 }
 
-// commitLazy makes the committed snapshot of one layer, on parent, unless it is
-// there. held is of the rootfs that it is, or nil. Called with mu held.
-func (s *Snapshotter) commitLazy(ctx context.Context, key string, r *record, held *node.Held, labels map[string]string) (err error) {
-	if s.find(r.Chain, r.Parent) != nil {
-		return nil
-	}
-	var made string
+// commitLazy makes the committed snapshots of an image's layers from number first
+// on, which lies on parent, as far as they are not there. containerd asks for one
+// layer after the other, and finds them: one transaction is one wait for the disk.
+// What it has never asked for, its garbage collection removes like any snapshot
+// that it does not know.
+//
+// rootfs is the record of the last layer, and has held, if it was made. Called
+// with mu held.
+func (s *Snapshotter) commitLazy(ctx context.Context, key, parent, image string, p *pulled, first int, held *node.Held, labels map[string]string) (rootfs *record, err error) {
+	var made []*record
 	err = s.meta.WithTransaction(ctx, true, func(ctx context.Context) error {
-		sn, err := storage.CreateSnapshot(ctx, snapshots.KindActive, key, r.Parent)
-		if err != nil {
-			return err
-		}
-		r.Version, r.ID, r.Name = recordVersion, sn.ID, lazyName(r.Chain, sn.ID)
-		made = s.dir(sn.ID)
-		// A leftover of a crash: no snapshot had this ID.
-		if err := os.RemoveAll(made); err != nil {
-			return err
-		}
-		if err := os.MkdirAll(s.fsDir(sn.ID), 0o755); err != nil {
-			return err
-		}
-		if held != nil {
-			// Those on it get their root directory's owner from here.
-			if err := likeParent(held.Mount, s.fsDir(sn.ID)); err != nil {
+		for i := first; i < len(p.chains); i++ {
+			chain := p.chains[i]
+			if there := s.find(chain, parent); there != nil {
+				parent = there.Name
+				continue
+			}
+			r := &record{Version: recordVersion, Parent: parent, Role: roleLayer, Chain: chain, Image: image, Layer: p.layers[i], DiffID: p.diffIDs[i], Full: p.held.Complete}
+			if i == len(p.chains)-1 {
+				r.Role, rootfs = roleRootfs, r
+			}
+			sn, err := storage.CreateSnapshot(ctx, snapshots.KindActive, key, parent)
+			if err != nil {
 				return err
 			}
+			r.ID, r.Name = sn.ID, lazyName(chain, sn.ID)
+			made = append(made, r)
+			if err := s.makeDir(r, held); err != nil {
+				return err
+			}
+			_, err = storage.CommitActive(ctx, key, r.Name, snapshots.Usage{}, snapshots.WithLabels(labelsOf(r, i == first, labels)), snapshots.WithParent(parent))
+			if err != nil {
+				return err
+			}
+			parent = r.Name
 		}
-		b, err := json.Marshal(r)
-		if err != nil {
-			return err
-		}
-		if err := writeDurably(s.lazy(sn.ID), b); err != nil {
-			return err
-		}
-		_, err = storage.CommitActive(ctx, key, r.Name, snapshots.Usage{}, snapshots.WithLabels(labels), snapshots.WithParent(r.Parent))
-		return err
+		// Before the transaction ends: what it names is on the disk.
+		return s.syncDirs(made)
 	})
 	if err != nil {
-		if made != "" {
-			_ = os.RemoveAll(made)
+		for _, r := range made {
+			_ = os.RemoveAll(s.dir(r.ID))
 		}
 		if errdefs.IsAlreadyExists(err) {
 			// To containerd this would mean that the layer is there.
 			err = fmt.Errorf("%w: %w", errdefs.ErrFailedPrecondition, errors.New(err.Error()))
 		}
-		return fmt.Errorf("commit the snapshot of layer %s: %w", r.Chain, err)
+		return nil, fmt.Errorf("commit the snapshot of layer %s: %w", p.chains[first], err)
 	}
-	s.records[r.ID] = r
-	if held != nil {
-		r.held = held
+	for _, r := range made {
+		s.records[r.ID] = r
 	}
-	return nil
+	if rootfs != nil {
+		rootfs.held = held
+	}
+	return rootfs, nil
+}
+
+// labelsOf are the labels of a layer's snapshot, by those that containerd gave
+// with one of the image's layers; asked says whether with this one.
+func labelsOf(r *record, asked bool, given map[string]string) map[string]string {
+	if asked {
+		return given
+	}
+	labels := maps.Clone(given)
+	labels[snapshots.LabelSnapshotRef] = r.Chain.String()
+	labels[snapshotters.TargetLayerDigestLabel] = r.Layer.Digest.String()
+	delete(labels, snapshotters.TargetImageLayersLabel)
+	return labels
+}
+
+// makeDir makes the directory of a lazy snapshot, with its record in it. No
+// snapshot has its ID yet: what is there is a leftover of a crash, and what a crash
+// leaves of this is one.
+func (s *Snapshotter) makeDir(r *record, held *node.Held) error {
+	if err := os.RemoveAll(s.dir(r.ID)); err != nil {
+		return err
+	}
+	if err := os.MkdirAll(s.fsDir(r.ID), 0o755); err != nil {
+		return err
+	}
+	if r.Role == roleRootfs {
+		// Those on it get their root directory's owner from here.
+		if err := likeParent(held.Mount, s.fsDir(r.ID)); err != nil {
+			return err
+		}
+	}
+	b, err := json.Marshal(r)
+	if err != nil {
+		return err
+	}
+	return os.WriteFile(s.lazy(r.ID), b, 0o600)
+}
+
+// syncDirs makes directories durable that makeDir has made. All records are synced
+// at once, which the disk makes one write of.
+func (s *Snapshotter) syncDirs(made []*record) error {
+	var all errgroup.Group
+	for _, r := range made {
+		all.Go(func() error { return errors.Join(syncFile(s.lazy(r.ID)), syncFile(s.dir(r.ID))) })
+	}
+	if err := all.Wait(); err != nil || len(made) == 0 {
+		return err
+	}
+	return syncFile(filepath.Join(s.opts.Dir, "snapshots"))
 }
 
 // writeDurably makes a file hold b, or what it held before, after a crash. Its
@@ -243,7 +299,7 @@ func writeDurably(path string, b []byte) error {
 		return fmt.Errorf("write %s: %w", path, err)
 	}
 	for d := filepath.Dir(path); ; d = filepath.Dir(d) {
-		if err := syncDir(d); err != nil {
+		if err := syncFile(d); err != nil {
 			return err
 		}
 		if base := filepath.Base(d); base == "snapshots" || base == "images" {
@@ -252,10 +308,11 @@ func writeDurably(path string, b []byte) error {
 	}
 }
 
-func syncDir(path string) error {
-	d, err := os.Open(path)
+// syncFile makes a file or a directory durable.
+func syncFile(path string) error {
+	f, err := os.Open(path)
 	if err != nil {
 		return err
 	}
-	return errors.Join(d.Sync(), d.Close())
+	return errors.Join(f.Sync(), f.Close())
 }

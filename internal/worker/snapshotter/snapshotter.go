@@ -10,8 +10,8 @@
 //
 // Lazy: when containerd prepares the first layer of an image that can be had as
 // a bundle, the node pulls it until its rootfs is mounted, and every layer is
-// answered with ErrAlreadyExists: containerd fetches none. The committed
-// snapshot of the last layer is the rootfs. Those of the layers below it are
+// answered with ErrAlreadyExists: containerd fetches none. Their snapshots are all
+// made with the first. The committed snapshot of the last layer is the rootfs. Those of the layers below it are
 // virtual: they are names, nothing else.
 //
 // A snapshot on a rootfs is an overlay with the EROFS mount as its lowest
