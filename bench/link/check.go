@@ -36,8 +36,13 @@ func (l *Link) Check(ctx context.Context) (Measurement, error) {
 		return m, fmt.Errorf("link: measure round trip: %w", err)
 	}
 	m.RTT = rtt
-	// Slow start doubles each round trip; a dozen of them find 1 Gbit/s.
-	settle := 300*time.Millisecond + 12*l.options.RTT
+	// Slow start doubles each round trip; a dozen of them find 1 Gbit/s. What it
+	// has sent too much and lost takes as many again where the path holds many bytes.
+	trips := time.Duration(12)
+	if onTheWay := float64(l.options.Rate) / 8 * l.options.RTT.Seconds(); onTheWay > 8<<20 {
+		trips = 24
+	}
+	settle := 300*time.Millisecond + trips*l.options.RTT
 	m.Rate, err = l.measureRate(ctx, settle, time.Second+2*l.options.RTT)
 	if err != nil {
 		return m, fmt.Errorf("link: measure rate: %w", err)
