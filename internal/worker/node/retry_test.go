@@ -38,20 +38,27 @@ func TestAnIncompleteImageGoesOnWhenTheNetworkIsBack(t *testing.T) {
 	h.same(m)
 }
 
-// A server is away for longer than the daemon waits: reads fail, and when it is
-// back the image goes on without a command, or a restart of the daemon.
-func TestAPullThatGaveUpIsBegunAgain(t *testing.T) {
-	s := newFakeServer(t)
-	m := newFakeImage(t, some(1, 10, 5000))
-	ref := s.serve("app:1", m)
+// gaveUp is a host whose image was mounted when its server went away for longer than
+// the daemon waits; the pull is tried again after retry.
+func gaveUp(t *testing.T, retry time.Duration) (s *fakeServer, h *host, m *fakeImage, ref string) {
+	t.Helper()
+	s, m = newFakeServer(t), newFakeImage(t, some(1, 10, 5000))
+	ref = s.serve("app:1", m)
 	s.setLimit(2)
-	h := newHost(t)
+	h = newHost(t)
 	h.stop()
-	h.giveUp, h.retry = 100*time.Millisecond, 10*time.Millisecond
+	h.giveUp, h.retry = 100*time.Millisecond, retry
 	h.start()
 	h.mustPull(ref, api.Mounted)
 	s.stop()
 	h.logged("the pull of an image is tried again later")
+	return s, h, m, ref
+}
+
+// A server is away for longer than the daemon waits: reads fail, and when it is
+// back the image goes on without a command, or a restart of the daemon.
+func TestAPullThatGaveUpIsBegunAgain(t *testing.T) {
+	s, h, m, ref := gaveUp(t, 10*time.Millisecond)
 	end, out := cat(t, filepath.Join(h.dir(m), "mnt", "f001-009"))
 	if err := ends(t, "the read", end); err == nil {
 		t.Errorf("a read of what nobody has returned %d bytes", out.Len())
@@ -72,17 +79,7 @@ func TestAPullThatGaveUpIsBegunAgain(t *testing.T) {
 
 // An image that is removed while its pull waits for the next attempt stays so.
 func TestARemovedImageIsNotBegunAgain(t *testing.T) {
-	s := newFakeServer(t)
-	m := newFakeImage(t, some(1, 10, 5000))
-	ref := s.serve("app:1", m)
-	s.setLimit(2)
-	h := newHost(t)
-	h.stop()
-	h.giveUp, h.retry = 100*time.Millisecond, time.Second
-	h.start()
-	h.mustPull(ref, api.Mounted)
-	s.stop()
-	h.logged("the pull of an image is tried again later")
+	s, h, _, ref := gaveUp(t, time.Second)
 	h.remove(ref)
 	s.setLimit(-1)
 	s.listen(s.addr)
