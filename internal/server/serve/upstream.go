@@ -65,6 +65,7 @@ func fetched(front *upstream.Accelerator, get func(context.Context, *bundles.Res
 		if told, ok := errors.AsType[*bundle.Error](err); ok && told.Code == bundle.CodeCorrupt {
 			r, err = get(ctx, m)
 		}
+		front.Full(err)
 		return r, err
 	}
 }

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"hash"
 	"io"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"strings"
@@ -31,6 +32,7 @@ type download struct {
 	ended  chan struct{} // closed when it has left Accelerator.downloads
 	users  int           // guarded by Accelerator.mu: those that read it, and itself
 	ending bool          // guarded by Accelerator.mu: nobody is to join it any more
+	noRoom bool          // guarded by Accelerator.mu: what has come is not kept if it fails
 
 	mu    sync.Mutex
 	moved sync.Cond // of mu: what follows has changed, or a reader's context has ended
@@ -106,7 +108,11 @@ func (w *download) leave() {
 func (w *download) run(ctx context.Context) {
 	defer w.cancel()
 	err := w.fetch(ctx)
+	w.a.Full(err)
 	w.a.mu.Lock()
+	if err != nil && w.noRoom {
+		err = errors.Join(err, w.a.forget(w.digest))
+	}
 	delete(w.a.downloads, w.digest.String())
 	w.a.mu.Unlock()
 	close(w.ended)
@@ -125,7 +131,7 @@ func (w *download) fetch(ctx context.Context) error {
 		return ctx.Err()
 	}
 	began := time.Now()
-	path := filepath.Join(w.a.o.Dir, strings.Replace(w.digest.String(), ":", "-", 1))
+	path := w.a.part(w.digest)
 	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {
 		return err
@@ -141,10 +147,6 @@ func (w *download) fetch(ctx context.Context) error {
 	before := w.offset()
 	for {
 		err = w.body(ctx, hash, &resumed)
-		if errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT) {
-			// What others write needs the room more than a next try.
-			err = errors.Join(err, os.Remove(path))
-		}
 		if err != nil {
 			return err
 		}
@@ -154,7 +156,7 @@ func (w *download) fetch(ctx context.Context) error {
 		}
 		if !resumed {
 			e := w.a.client.wrong(w.what(), "its bytes have the digest %s", got)
-			return errors.Join(e, os.Remove(path))
+			return errors.Join(e, w.a.forget(w.digest))
 		}
 		// What was left behind by a crash, or came from another store, may be
 		// what is wrong.
@@ -170,6 +172,47 @@ func (w *download) fetch(ctx context.Context) error {
 	w.a.log.Info("fetched from upstream", "blob", w.digest, "repository", w.repos[0], "bytes", w.size-before,
 		"took", time.Since(began).Round(time.Millisecond))
 	return nil
+}
+
+// part is the file of a blob's download.
+func (a *Accelerator) part(d digest.Digest) string {
+	return filepath.Join(a.o.Dir, strings.Replace(d.String(), ":", "-", 1))
+}
+
+// forget removes what a download has brought.
+func (a *Accelerator) forget(d digest.Digest) error {
+	if err := os.Remove(a.part(d)); !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	return nil
+}
+
+func full(err error) bool { return errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT) }
+
+// Full is to be called with the error of whatever reads blobs to write something:
+// if that is a full disk, downloads that break off now are not kept for a next
+// try, and those that did before are removed. What others write needs the room
+// more.
+func (a *Accelerator) Full(err error) {
+	if !full(err) {
+		return
+	}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	underWay := map[string]bool{}
+	for _, w := range a.downloads {
+		w.noRoom = true
+		underWay[filepath.Base(a.part(w.digest))] = true
+	}
+	entries, err := os.ReadDir(a.o.Dir)
+	for _, e := range entries {
+		if !underWay[e.Name()] {
+			err = errors.Join(err, os.Remove(filepath.Join(a.o.Dir, e.Name())))
+		}
+	}
+	if err != nil {
+		a.log.Error("the disk is full, and what was downloaded in part cannot be removed", "directory", a.o.Dir, "error", err)
+	}
 }
 
 func (w *download) what() string { return "blob " + nameOf(w.repos[0], w.digest.String()) }
@@ -239,6 +282,9 @@ func (w *download) body(ctx context.Context, h hash.Hash, resumed *bool) error {
 		}
 		if w.offset() > before {
 			n = 1
+		}
+		if full(err) {
+			return err // also when nobody wants it any more
 		}
 		if ctx.Err() != nil {
 			return ctx.Err()

@@ -16,6 +16,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
@@ -600,6 +601,60 @@ func TestResumeLater(t *testing.T) {
 			// The first reader's going may have ended the download once more.
 			if diff := cmp.Diff(want, gets()[before:][:len(want)]); diff != "" {
 				t.Errorf("ranges asked for (-want +got):\n%s", diff)
+			}
+		})
+	}
+}
+
+// What a download brought is kept for the next one, but not when whoever read it
+// found the disk full.
+func TestFullDiskKeepsNothing(t *testing.T) {
+	for _, c := range []struct {
+		name string
+		err  error
+		kept bool
+	}{
+		{"full", fmt.Errorf("write pack: %w", syscall.ENOSPC), false},
+		{"quota", fmt.Errorf("write pack: %w", syscall.EDQUOT), false},
+		{"other", errors.New("the client went away"), true},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			up := upstreamtest.Start(t)
+			b := noise(400_000)
+			d := up.Blob("app", b)
+			f := start(t, upstream.Options{URL: up.URL})
+			f.do("HEAD", "app/blobs/"+d.String()) // the repository is known to hold it
+			up.Intercept(func(w http.ResponseWriter, req *http.Request) bool {
+				w.Header().Set("Content-Length", strconv.Itoa(len(b)))
+				_, _ = w.Write(b[:100_000])
+				_ = http.NewResponseController(w).Flush()
+				<-req.Context().Done()
+				return true
+			})
+			fetching := filepath.Join(f.dir, "fetching")
+			earlier := filepath.Join(fetching, "sha256-0123")
+			if err := os.WriteFile(earlier, []byte("of a download that broke off"), 0o600); err != nil {
+				t.Fatal(err)
+			}
+			release := f.Want(t.Context(), []digest.Digest{d})
+			r, err := f.Store().Open(t.Context(), catalog.BlobKey(d), 0, -1)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if _, err := io.ReadFull(r, make([]byte, 100_000)); err != nil {
+				t.Fatal(err)
+			}
+			if err := r.Close(); err != nil {
+				t.Fatal(err)
+			}
+			f.Full(c.err)
+			release()
+			if err := f.Close(); err != nil { // the download has ended
+				t.Fatal(err)
+			}
+			left, err := os.ReadDir(fetching)
+			if want := map[bool]int{true: 2}[c.kept]; err != nil || len(left) != want {
+				t.Errorf("left behind: %v, %v, want %d files", left, err, want)
 			}
 		})
 	}
