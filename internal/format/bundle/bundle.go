@@ -26,6 +26,7 @@
 //	4 Frame   once for each frame of the plan
 //	5 Error   ends the stream, at any place
 //	6 End     ends the stream when everything has been sent
+//	11 Alive  anywhere after Hello, any number; may be skipped
 //
 // A stream that ends in any other way was cut. Number 8 is kept for a TOC as a
 // delta against another.
@@ -93,6 +94,11 @@
 // people, and the repository and reference it is about, or nothing.
 //
 // End has no payload.
+//
+// Alive has no payload, and none that readers of this version would look at: the server is
+// working on what comes next, as when it ingests an image. While it works, and for an hour at
+// most, it sends one every 15 seconds, so that a stream that brings nothing for longer can be
+// taken for one that brings nothing more. Older servers send none.
 package bundle
 
 import (
@@ -122,6 +128,7 @@ const (
 	TypeStartup Type = 7
 	TypePages   Type = 9
 	TypeHere    Type = 10
+	TypeAlive   Type = 11
 )
 
 const (

@@ -315,6 +315,42 @@ func TestUnknownSections(t *testing.T) {
 	}
 }
 
+// TestAlive: what says that the server is at work may come anywhere, and is read as
+// older programs read it.
+func TestAlive(t *testing.T) {
+	f := newFixture()
+	want, _, err := readAll(bytes.NewReader(f.bytes()), f.req)
+	if err != io.EOF {
+		t.Fatal(err)
+	}
+	var b bytes.Buffer
+	w := bundle.NewWriter(&b)
+	w.Hello(bundle.Hello{Version: 1, Stream: "stream-1"})
+	if err := w.Alive(); err != nil {
+		t.Fatal(err)
+	}
+	if section := b.Bytes()[b.Len()-6:]; !bytes.Equal(section, []byte{11, 0, 0, 0, 0, 0}) {
+		t.Errorf("the section is % x", section)
+	}
+	for _, m := range f.images {
+		w.Image(m)
+		w.Alive() //nolint:errcheck // Alive returns it
+		w.Alive() //nolint:errcheck // Alive returns it
+	}
+	w.Plan(f.plan)
+	for i := len(f.frames) - 1; i >= 0; i-- {
+		w.Alive() //nolint:errcheck // End returns it
+		w.Frame(uint32(i), f.frames[i])
+	}
+	if err := w.End(); err != nil {
+		t.Fatal(err)
+	}
+	got, _, err := readAll(&b, f.req)
+	if err != io.EOF || !cmp.Equal(got, want) {
+		t.Errorf("%v; %s", err, cmp.Diff(want, got))
+	}
+}
+
 func TestErrorSection(t *testing.T) {
 	var b bytes.Buffer
 	w := bundle.NewWriter(&b)

@@ -148,6 +148,12 @@ func (w *Writer) Sections(b []byte) error {
 	return w.err
 }
 
+// Alive writes the section, and flushes.
+func (w *Writer) Alive() error {
+	w.section(TypeAlive, 0) //nolint:errcheck // Flush returns it
+	return w.Flush()
+}
+
 // Error writes the section, which ends the stream, and flushes.
 func (w *Writer) Error(e *Error) error {
 	cut := func(s string) string { return s[:min(len(s), MaxError/4)] }

@@ -61,6 +61,11 @@ type Options struct {
 	// stream waits for a client that takes nothing; 0 means two minutes. A worker
 	// that was cut off resumes.
 	Patience time.Duration
+	// Alive is how often a worker is told that the server is working on what it asked
+	// for, while nothing is sent; 0 means 15 seconds, a quarter of what a worker waits.
+	// AliveMost is for how long it is told so at a time; 0 means an hour: what takes longer,
+	// or hangs, is to be asked for again.
+	Alive, AliveMost time.Duration
 	// GiveBack takes connections on which a response has ended, for the requests
 	// that may come. Without it no stream takes over a connection (see direct).
 	GiveBack func(net.Conn)
@@ -93,6 +98,12 @@ func New(o Options) *Handler {
 	}
 	if o.Patience == 0 {
 		o.Patience = 2 * time.Minute
+	}
+	if o.Alive == 0 {
+		o.Alive = 15 * time.Second
+	}
+	if o.AliveMost == 0 {
+		o.AliveMost = time.Hour
 	}
 	if o.Log == nil {
 		o.Log = slog.Default()
@@ -294,11 +305,17 @@ func (p *pull) run(ctx context.Context, id string) error {
 			return err
 		}
 	}
-	here, err := p.have(ctx, d, alone, wants)
+	var sets []*startup.Set
+	var deliveries []*startup.Delivery
+	p.meanwhile(func() {
+		var here [][]trace.Run
+		if here, err = p.have(ctx, d, alone, wants); err == nil {
+			sets, deliveries = p.startup(ctx, d, alone, wants, here)
+		}
+	})
 	if err != nil {
 		return err
 	}
-	sets, deliveries := p.startup(ctx, d, alone, wants, here)
 
 	// The plan is made while pages are on their way.
 	planning, cancel := context.WithCancel(ctx)
@@ -335,7 +352,8 @@ func (p *pull) run(ctx context.Context, id string) error {
 	if err != nil {
 		cancel()
 	}
-	plan := <-done
+	var plan planned
+	p.meanwhile(func() { plan = <-done })
 	if err := cmp.Or(err, plan.error); err != nil {
 		return err
 	}
@@ -355,7 +373,7 @@ func (p *pull) run(ctx context.Context, id string) error {
 		w, to := p.w, p.direct
 		p.flush = func() error { return errors.Join(w.Flush(), to.Flush()) }
 	}
-	if err := p.queue.send(ctx, p.h.frames, p.direct, p.w, p.flush); err != nil {
+	if err := p.queue.send(ctx, p.h.frames, p.direct, p.w, p.flush, p.h.o.Alive); err != nil {
 		if isDamage(err) {
 			for _, m := range p.images {
 				p.h.suspect(m)
@@ -371,7 +389,13 @@ func (p *pull) run(ctx context.Context, id string) error {
 
 // header sends an image's section, at once, and returns its index and TOC.
 func (p *pull) header(ctx context.Context, i int, m *Resolved) (*planner.Index, []byte, error) {
-	r, encoded, x, err := p.h.whole(ctx, m)
+	var (
+		r       catalog.Rootfs
+		encoded []byte
+		x       *planner.Index
+		err     error
+	)
+	p.meanwhile(func() { r, encoded, x, err = p.h.whole(ctx, m) })
 	if err != nil {
 		return nil, nil, err
 	}

@@ -11,6 +11,7 @@ import (
 	"math/rand/v2"
 	"net"
 	"net/http"
+	"net/http/httptest"
 	"slices"
 	"strings"
 	"sync"
@@ -691,6 +692,64 @@ func TestPatience(t *testing.T) {
 		res.Body.Close()
 		tr.CloseIdleConnections()
 	}
+}
+
+// TestAlive: while a rootfs is made the worker hears from the server.
+func TestAlive(t *testing.T) {
+	w := plannertest.New(t, nil)
+	heard := make(chan struct{})
+	h := bundles.New(bundles.Options{
+		Catalog: w.Catalog, Objects: w.Objects, Log: slog.New(slog.DiscardHandler), Alive: time.Millisecond,
+		Rootfs: func(ctx context.Context, m *bundles.Resolved) (catalog.Rootfs, error) {
+			select {
+			case <-heard:
+			case <-ctx.Done():
+				return catalog.Rootfs{}, ctx.Err()
+			}
+			return w.Catalog.Rootfs(ctx, m.ChainID)
+		},
+	})
+	s := &server{World: w}
+	s.image(t, "r", "1", version(1), ocispec.ImageConfig{})
+	hs := httptest.NewServer(h)
+	defer func() {
+		hs.Close()
+		if err := h.Close(); err != nil {
+			t.Error(err)
+		}
+	}()
+	req := request("r", "1")
+	req.Versions = []int{bundle.Version}
+	res, err := hs.Client().Post(hs.URL+bundle.PullPath, bundle.MediaTypeRequest, bytes.NewReader(mustJSON(req)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer res.Body.Close()
+	body := &countReader{r: res.Body, n: 200, reached: heard} // more than Hello takes
+	r := bundle.NewReader(body, bundle.ReaderOptions{Request: req})
+	for err == nil {
+		_, err = r.Next()
+	}
+	if err != io.EOF {
+		t.Errorf("the stream ends with %v", err)
+	}
+}
+
+// countReader closes reached when n bytes have been read.
+type countReader struct {
+	r       io.Reader
+	n       int
+	reached chan struct{}
+}
+
+func (c *countReader) Read(b []byte) (int, error) {
+	n, err := c.r.Read(b)
+	if c.n > 0 {
+		if c.n -= n; c.n <= 0 {
+			close(c.reached)
+		}
+	}
+	return n, err
 }
 
 // A client that goes away ends its stream.

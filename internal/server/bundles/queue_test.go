@@ -1,12 +1,15 @@
 package bundles
 
 import (
+	"bytes"
 	"context"
 	"slices"
 	"testing"
 	"testing/synctest"
 	"time"
 
+	"hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/server/objects"
 	"hydrofoil.dev/foil/internal/server/planner"
 )
 
@@ -63,4 +66,37 @@ func TestQueueHeld(t *testing.T) {
 			})
 		})
 	}
+}
+
+// TestAliveWhileHeld: a worker hears of a stream that waits for another one.
+func TestAliveWhileHeld(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		store := objects.NewMemory()
+		w, err := store.Create(t.Context(), "p")
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer w.Close()
+		if _, err := w.Write(make([]byte, 5000)); err != nil {
+			t.Fatal(err)
+		}
+		if err := w.Commit(); err != nil {
+			t.Fatal(err)
+		}
+		q := newQueue(5)
+		q.pause()
+		time.AfterFunc(10*time.Minute, q.resume)
+		var b bytes.Buffer
+		last, silence := time.Now(), time.Duration(0)
+		flush := func() error {
+			silence, last = max(silence, time.Since(last)), time.Now()
+			return nil
+		}
+		if err := q.send(t.Context(), source{store: store}, nil, bundle.NewWriter(&b), flush, 15*time.Second); err != nil {
+			t.Fatal(err)
+		}
+		if silence != 15*time.Second {
+			t.Errorf("silent for %v", silence)
+		}
+	})
 }

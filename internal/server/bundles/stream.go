@@ -5,6 +5,7 @@ import (
 	"crypto/rand"
 	"crypto/sha256"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -387,9 +388,19 @@ func makeFrame(ctx context.Context, store objects.Store, source planner.Source) 
 	return slices.Clip(b), err
 }
 
+// waits reports whether what is left is kept back.
+func (q *queue) waits() bool {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return q.paused > 0 || q.held
+}
+
 // send writes what the queue holds; from files by to, if there is one, on which w
-// then writes.
-func (q *queue) send(ctx context.Context, from source, to *direct, w *bundle.Writer, flush func() error) error {
+// then writes. While frames are kept back the worker is told every alive that there
+// are more.
+func (q *queue) send(ctx context.Context, from source, to *direct, w *bundle.Writer, flush func() error, alive time.Duration) error {
+	tick := time.NewTicker(alive)
+	defer tick.Stop()
 	ctx, cancel := context.WithCancel(ctx)
 	out, free := make(chan *chunk), make(chan *chunk, 2)
 	chunks := [2]chunk{}
@@ -405,7 +416,22 @@ func (q *queue) send(ctx context.Context, from source, to *direct, w *bundle.Wri
 			chunks[i].close()
 		}
 	}()
-	for c := range out {
+	for {
+		var c *chunk
+		select {
+		case <-tick.C:
+			if !q.waits() {
+				continue
+			}
+			if err := errors.Join(w.Alive(), flush()); err != nil {
+				return writeFailed{err}
+			}
+			continue
+		case c = <-out:
+		}
+		if c == nil {
+			return ctx.Err()
+		}
 		if c.err != nil {
 			return c.err
 		}
@@ -424,7 +450,6 @@ func (q *queue) send(ctx context.Context, from source, to *direct, w *bundle.Wri
 		}
 		free <- c
 	}
-	return ctx.Err()
 }
 
 // sendDirect sends frames from their file.

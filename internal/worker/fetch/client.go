@@ -376,9 +376,7 @@ func (c *Client) do(ctx context.Context, q call) (*response, error) {
 		}
 		return nil, fmt.Errorf("%s %s: %w", strings.ToLower(q.method), u, err)
 	}
-	r := &response{client: c, link: l, url: u, body: resp.Body, cancel: cancel, ctx: ctx, most: c.opts.StallTimeout}
-	r.stall = time.AfterFunc(r.most, func() { cancel(errStall) })
-	r.stall.Stop()
+	r := c.response(ctx, cancel, l, u, resp.Body)
 	if resp.StatusCode/100 != 2 {
 		defer r.Close()
 		msg, _ := io.ReadAll(io.LimitReader(r, 4<<10))
@@ -543,6 +541,14 @@ func (r *response) Read(b []byte) (int, error) {
 		err = fmt.Errorf("read from %s: %w", r.url, err)
 	}
 	return n, err
+}
+
+// response returns the body of a response that cancel ends.
+func (c *Client) response(ctx context.Context, cancel context.CancelCauseFunc, l *link, u string, body io.ReadCloser) *response {
+	r := &response{client: c, link: l, url: u, body: body, cancel: cancel, ctx: ctx, most: c.opts.StallTimeout}
+	r.stall = time.AfterFunc(r.most, func() { cancel(errStall) })
+	r.stall.Stop()
+	return r
 }
 
 // Close ends the stream, wherever it is.

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
@@ -13,6 +14,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -184,6 +186,70 @@ func TestSlowServer(t *testing.T) {
 			t.Errorf("resumed %d times", n)
 		}
 	})
+}
+
+// TestServerAtWork: a pull reads over what says that the server is at work.
+func TestServerAtWork(t *testing.T) {
+	m := newImage(t, "a", files(20)...)
+	with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
+		s.scripts = []script{{header: func(out *bundle.Writer) {
+			for range 300 {
+				out.Alive() //nolint:errcheck // the worker, if it has gone, fails the test
+			}
+		}}}
+		c := s.client(t, ClientOptions{})
+		defer c.Close()
+		p := Start(t.Context(), w.options(c, 1))
+		if err := p.Wait(); err != nil {
+			t.Fatal(err)
+		}
+		w.check()
+		if n := p.Progress().Resumes; n != 0 {
+			t.Errorf("resumed %d times", n)
+		}
+	})
+}
+
+// TestStall: a server that says every 15 seconds that it is at work is waited for; one that says
+// nothing for a minute has stalled.
+func TestStall(t *testing.T) {
+	for name, c := range map[string]struct {
+		every time.Duration
+		want  error
+	}{"at work": {15 * time.Second, io.EOF}, "silent": {61 * time.Second, errStall}} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				body, to := io.Pipe()
+				var server sync.WaitGroup
+				defer server.Wait()
+				server.Go(func() {
+					out := bundle.NewWriter(to)
+					for began := time.Now(); time.Since(began) < time.Hour; time.Sleep(c.every) {
+						if out.Alive() != nil {
+							return
+						}
+					}
+					to.Close()
+				})
+				client, err := NewClient(ClientOptions{Base: "http://server.test"})
+				if err != nil {
+					t.Fatal(err)
+				}
+				defer client.Close()
+				l, _, err := client.begin()
+				if err != nil {
+					t.Fatal(err)
+				}
+				ctx, cancel := context.WithCancelCause(t.Context())
+				context.AfterFunc(ctx, func() { body.CloseWithError(context.Cause(ctx)) })
+				r := client.response(ctx, cancel, l, "http://server.test", body)
+				defer r.Close()
+				if _, err := io.Copy(io.Discard, r); !errors.Is(err, c.want) && !(err == nil && c.want == io.EOF) {
+					t.Errorf("got %v, want %v", err, c.want)
+				}
+			})
+		})
+	}
 }
 
 // TestNothingTwice checks that a resumed stream brings only what is missing.

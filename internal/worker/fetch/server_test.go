@@ -148,6 +148,7 @@ type script struct {
 	pages   func(frame int, data []byte) []byte // what is sent of the frames of startup sets
 	lie     bool                                // about the bytes of the first page run that is no content
 	early   func()                              // called before the plan
+	header  func(*bundle.Writer)                // called before the images
 	noHold  bool                                // the server knows no holds
 }
 
@@ -272,6 +273,10 @@ func (s *server) pull(w http.ResponseWriter, r *http.Request) {
 	if sc.said != nil {
 		out.Error(sc.said)
 		return
+	}
+	if sc.header != nil {
+		out.Flush()
+		sc.header(out)
 	}
 	var images []*image
 	for i, want := range req.Images {
