@@ -56,8 +56,8 @@ func TestScript(t *testing.T) {
 	})
 }
 
-// fakeNode answers from files: images.jsonl, containers.jsonl, status.json,
-// pull.jsonl and verify.jsonl are what the requests of the same name return;
+// fakeNode answers from files: images.jsonl, containers.jsonl, status.jsonl,
+// report.jsonl (of pulls), pull.jsonl and verify.jsonl are what the requests of the same name return;
 // NAME.error (an api.Error) makes them fail, streams after their lines, where
 // NAME may be remove-image, remove-container and create-container as well. Every
 // request that changes something is a line of the file log.
@@ -79,6 +79,18 @@ func (n *fakeNode) funcs() apitest.Funcs {
 				return &api.Status{}, nil
 			}
 			return &all[0], nil
+		},
+		PullReport_: func(_ context.Context, ref string) (*api.PullReport, error) {
+			all, err := lines[api.PullReport](n, "report")
+			if err != nil {
+				return nil, err
+			}
+			for _, r := range all {
+				if r.Ref == ref {
+					return &r, nil
+				}
+			}
+			return nil, &api.Error{Code: api.CodeNotFound, Message: "no pull of " + ref}
 		},
 		RemoveImage_:     func(_ context.Context, ref string) error { return n.change("remove-image", ref) },
 		RemoveContainer_: func(_ context.Context, id string) error { return n.change("remove-container", id) },

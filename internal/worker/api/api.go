@@ -2,6 +2,7 @@
 // over the daemon's Unix socket (<root>/run/foil.sock, mode 0600).
 //
 //	POST   /v1/pulls               PullRequest      -> Events, one JSON object a line
+//	GET    /v1/pulls?ref=REF       -> PullReport
 //	GET    /v1/images              -> []Image
 //	DELETE /v1/images?ref=REF      -> 204
 //	POST   /v1/containers          ContainerRequest -> Container
@@ -275,6 +276,40 @@ type ServerStatus struct {
 type PullStatus struct {
 	Event
 	Rate float64 `json:"rate"` // bytes a second over the last seconds
+}
+
+// PullReport is a running or finished pull in full.
+type PullReport struct {
+	PullStatus
+	Began time.Time `json:"began"`
+	// Reads are those that had to wait for absent blocks, the first 256, in the order in
+	// which they began to; Waits counts them all. The daemon keeps those of the last 32
+	// pulls, until it ends.
+	Reads []Read `json:"reads"`
+}
+
+// Read is one read, or page fault, that had to wait.
+type Read struct {
+	Began time.Time `json:"began"`
+	Took  float64   `json:"took"` // seconds; so far, if it waits still
+	// Waiting: it waits still.
+	Waiting bool `json:"waiting,omitempty"`
+	// Path is a file that has what was read, the first of those with the same content;
+	// empty if that is not known any more.
+	Path string `json:"path,omitempty"`
+	// Page is the first of the Pages of 4 KiB that were read, in the file.
+	Page  int64 `json:"page"`
+	Pages int64 `json:"pages"`
+	// Planned says that the startup set had come, or that there is none: what the read
+	// waited for is not in it, or had arrived damaged. Otherwise it may be.
+	Planned bool `json:"planned"`
+	// Moved are the bytes that had come over the network when it began, and Ahead those
+	// that were planned up to the end of what it needed, at most, if it was Planned.
+	Moved int64 `json:"moved"`
+	Ahead int64 `json:"ahead,omitempty"`
+	// Promoted: what it needed was asked for out of turn.
+	Promoted bool   `json:"promoted,omitempty"`
+	Err      string `json:"error,omitempty"` // with which it failed
 }
 
 // Error is the body of a failed request.

@@ -96,6 +96,15 @@ func (c *Client) Pull(ctx context.Context, req PullRequest) iter.Seq2[Event, err
 	}
 }
 
+// PullReport returns the running pull of an image, or its last one.
+func (c *Client) PullReport(ctx context.Context, ref string) (*PullReport, error) {
+	v := new(PullReport)
+	if err := c.call(ctx, "GET", "/v1/pulls?ref="+url.QueryEscape(ref), nil, v); err != nil {
+		return nil, err
+	}
+	return v, nil
+}
+
 // Verify asks for the verification of an image and yields its events, the last
 // with Done set. An error ends the sequence.
 func (c *Client) Verify(ctx context.Context, ref string) iter.Seq2[VerifyEvent, error] {

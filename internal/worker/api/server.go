@@ -15,6 +15,9 @@ type Service interface {
 	// its events until the one that req.Until names. When ctx ends, Pull
 	// returns and the pull goes on.
 	Pull(ctx context.Context, req PullRequest, emit func(Event) error) error
+	// PullReport fails with CodeNotFound when the daemon has not pulled the image since
+	// it began.
+	PullReport(ctx context.Context, ref string) (*PullReport, error)
 	Images(ctx context.Context) ([]Image, error)
 	// RemoveImage fails with CodeConflict while a container uses the image.
 	RemoveImage(ctx context.Context, ref string) error
@@ -75,6 +78,10 @@ func Handler(s Service) http.Handler {
 			last.Event, last.Err, last.Code = Failed, e.Message, e.Code
 			_ = out.send(last) // the client may be gone: nobody is left to tell
 		}
+	})
+	mux.HandleFunc("GET /v1/pulls", func(w http.ResponseWriter, r *http.Request) {
+		v, err := s.PullReport(r.Context(), r.URL.Query().Get("ref"))
+		answer(w, http.StatusOK, v, err)
 	})
 	mux.HandleFunc("POST /v1/verify", func(w http.ResponseWriter, r *http.Request) {
 		out := &stream{w: w}

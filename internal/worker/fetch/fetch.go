@@ -111,6 +111,10 @@ type Options struct {
 	// means 1 second.
 	JoinPatience time.Duration
 
+	// Waits is where reads that had to wait are noted; nil means nowhere that
+	// anybody sees.
+	Waits *Waits
+
 	Logger *slog.Logger // nil means none
 }
 
@@ -147,6 +151,9 @@ func (o *Options) defaults() {
 	}
 	if o.Client != nil {
 		o.Hold = min(o.Hold, bundle.MaxHold, o.Client.opts.StallTimeout/2)
+	}
+	if o.Waits == nil {
+		o.Waits = new(Waits)
 	}
 	if o.Logger == nil {
 		o.Logger = slog.New(slog.DiscardHandler)
@@ -205,7 +212,6 @@ type Pull struct {
 	damaged  map[segment.ID]int    // how often a segment or page run arrived damaged
 	wholly   bool                  // no more startup sets are asked for: segments alone
 	origin   string                // of the first startup set
-	waits    waits
 	promoter promoter
 	hold     hold
 	joins    []*join

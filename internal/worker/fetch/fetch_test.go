@@ -512,7 +512,7 @@ func TestGiveUp(t *testing.T) {
 			if err := <-read; !errors.Is(err, unix.ECONNREFUSED) {
 				t.Errorf("the read: %v", err)
 			}
-			if w := p.Waits(); len(w) != 1 || w[0].Err == nil {
+			if w := p.opts.Waits.First(); len(w) != 1 || w[0].Err == nil {
 				t.Errorf("waits %v", w)
 			}
 			// The pull can be started again.
@@ -630,8 +630,8 @@ func TestNeed(t *testing.T) {
 		}
 		w.check()
 		pr := p.Progress()
-		if pr.Waits != 11 || pr.Promotions != 1 || len(s.promotions) != 1 {
-			t.Errorf("%d waits, %d promotions in %v", pr.Waits, pr.Promotions, s.promotions)
+		if waits, _ := p.opts.Waits.Total(); waits != 11 || pr.Promotions != 1 || len(s.promotions) != 1 {
+			t.Errorf("%d waits, %d promotions in %v", waits, pr.Promotions, s.promotions)
 		}
 		if err := p.Need(t.Context(), a, 0, l.Size()); err != nil {
 			t.Errorf("Need of what is here: %v", err)

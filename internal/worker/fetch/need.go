@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"net/http"
-	"slices"
 	"sync"
 	"time"
 
@@ -18,9 +17,6 @@ const (
 	gather = time.Millisecond
 	// underway bounds the promotions that are sent and not yet answered.
 	underway = 16
-	// firstWaits is how many waits are remembered for diagnosis: the first ones,
-	// since what a start waited for is what one wants to know.
-	firstWaits = 256
 )
 
 // reading is a read that waits.
@@ -46,12 +42,12 @@ func (p *Pull) Need(ctx context.Context, a *arena.Arena, off, n int64) error {
 		w.Planned, w.Promoted = true, p.current.wantAll(r)
 	}
 	p.mu.Unlock()
+	i := p.opts.Waits.begin(w)
 	err := a.Wait(ctx, off, n)
 	p.mu.Lock()
 	delete(p.wanted, r)
 	p.mu.Unlock()
-	w.Took, w.Err = time.Since(began), err
-	p.waits.add(w)
+	p.opts.Waits.end(i, time.Since(began), err)
 	return err
 }
 
@@ -215,47 +211,6 @@ func (s *stream) ahead(r *reading) (n int64) {
 		}
 	}
 	return n
-}
-
-// Wait is one read that had to wait.
-type Wait struct {
-	Offset, Length int64 // in the arena, bytes
-	Began          time.Time
-	Took           time.Duration
-	// Planned says that the plan was here when the read came: what it waits for was in no
-	// startup set, or was damaged. Before that, it may be in the set.
-	Planned  bool
-	Moved    int64 // bytes that had come over the network by then
-	Ahead    int64 // bytes planned before the end of what it needs, at most; Planned
-	Promoted bool
-	Err      error
-}
-
-// waits counts reads that waited, and keeps the first ones.
-type waits struct {
-	mu    sync.Mutex
-	count int64
-	took  time.Duration
-	first []Wait
-}
-
-func (w *waits) add(one Wait) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	if len(w.first) < firstWaits {
-		w.first = append(w.first, one)
-	}
-	w.count++
-	w.took += one.Took
-}
-
-// Waits returns the first reads that had to wait, at most 256, in the order in
-// which they ended.
-func (p *Pull) Waits() []Wait {
-	w := &p.waits
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	return slices.Clone(w.first)
 }
 
 // Backing is an arena that a pull fills: a gate.Backing.

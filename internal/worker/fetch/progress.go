@@ -18,8 +18,6 @@ type Progress struct {
 
 	Startup Startup
 
-	Waits      int64 // reads that had to wait
-	Waited     time.Duration
 	Promotions int64 // frames that were promoted
 
 	Frames  int64 // written
@@ -63,9 +61,6 @@ func (p *Pull) Progress() Progress {
 		}
 	}
 	p.mu.Unlock()
-	p.waits.mu.Lock()
-	pr.Waits, pr.Waited = p.waits.count, p.waits.took
-	p.waits.mu.Unlock()
 	return pr
 }
 

@@ -51,7 +51,8 @@ func (p *pull) snapshot() api.Event {
 		pr = f.Progress()
 	}
 	ev.BytesMoved, ev.BytesTotal = pr.Moved, pr.Total
-	ev.Waits, ev.Waited = pr.Waits, pr.Waited.Seconds()
+	count, took := p.waits.Total()
+	ev.Waits, ev.Waited = count, took.Seconds()
 	ev.StartupOrigin, ev.StartupMoved, ev.StartupRaw = pr.Startup.Origin, pr.Startup.Moved, pr.Startup.Raw
 	ev.StartupTotal, ev.ArenaBytes = pr.Startup.Total, pr.Written
 	if r != nil {

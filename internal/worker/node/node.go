@@ -151,6 +151,7 @@ type Node struct {
 	lent       map[digest.Digest]*rootfs // lenders, by ID
 	containers map[string]*container
 	pulls      map[string]*pull         // by reference; the last one of each
+	waited     []*fetch.Waits           // of pulls that have ended, the last keptWaits
 	early      map[string]*pull         // by the reference that will claim them
 	removing   map[string]bool          // references that RemoveImage is at
 	retries    map[string]time.Duration // the last pause before a pull that failed was begun again, by reference; negative while it lasts

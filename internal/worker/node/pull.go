@@ -40,6 +40,7 @@ type pull struct {
 	// goesOn: a new daemon has begun it, for an image that containers may be on.
 	goesOn bool
 	warm   warmer
+	waits  fetch.Waits // reads that waited
 
 	mu         sync.Mutex
 	fetch      *fetch.Pull    // nil before the start and after the end
@@ -201,6 +202,7 @@ func (p *pull) run() {
 		r.letGo()
 	}
 	p.used = nil
+	n.keepWaits(p)
 	n.mu.Unlock()
 	// Who is told of a failure finds nothing left behind.
 	n.collect()
@@ -272,6 +274,7 @@ func (p *pull) bring(ctx context.Context) error {
 			Here:           p.here,
 			Hold:           p.hold(),
 			Workers:        n.opts.Workers,
+			Waits:          &p.waits,
 			GiveUp:         n.opts.GiveUp,
 			GiveUpUnopened: atOnce,
 			Logger:         n.log,
@@ -289,12 +292,6 @@ func (p *pull) bring(ctx context.Context) error {
 		p.mu.Lock()
 		mountErr, r, img := p.mountErr, p.rootfs, p.image
 		p.mu.Unlock()
-		if r != nil {
-			n.mu.Lock()
-			a := r.arena
-			n.mu.Unlock()
-			n.logWaits(r, a, p.begun, f.Waits())
-		}
 		switch {
 		case mountErr != nil:
 			return mountErr

@@ -16,6 +16,7 @@ import (
 // fails with api.CodeUnsupported.
 type Funcs struct {
 	Pull_            func(ctx context.Context, req api.PullRequest, emit func(api.Event) error) error
+	PullReport_      func(ctx context.Context, ref string) (*api.PullReport, error)
 	Images_          func(ctx context.Context) ([]api.Image, error)
 	RemoveImage_     func(ctx context.Context, ref string) error
 	CreateContainer_ func(ctx context.Context, req api.ContainerRequest) (*api.Container, error)
@@ -44,6 +45,13 @@ func (f Funcs) Pull(ctx context.Context, req api.PullRequest, emit func(api.Even
 		return unsupported("pull")
 	}
 	return f.Pull_(ctx, req, emit)
+}
+
+func (f Funcs) PullReport(ctx context.Context, ref string) (*api.PullReport, error) {
+	if f.PullReport_ == nil {
+		return nil, unsupported("report pulls")
+	}
+	return f.PullReport_(ctx, ref)
 }
 
 func (f Funcs) Images(ctx context.Context) ([]api.Image, error) {
