@@ -25,6 +25,11 @@ func TestSnapshotterSuite(t *testing.T) {
 	if err := flag.Set("test.root", "true"); err != nil {
 		t.Fatal(err)
 	}
+	// The suite clears the mask, which is the process's, and puts back what it
+	// found before its tests have run; of two at once, one may put back what the
+	// other has cleared, for all tests to come. What finds it clear leaves it so.
+	mask := syscall.Umask(0)
+	t.Cleanup(func() { syscall.Umask(mask) })
 	for _, gate := range []string{kernel.GateFanotify, kernel.GateFUSE} {
 		t.Run(gate, func(t *testing.T) {
 			t.Parallel() // most of the time is containerd's database waiting for the disk
