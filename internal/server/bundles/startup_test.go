@@ -420,6 +420,9 @@ func TestStartupStoreLost(t *testing.T) {
 		return nil
 	})
 	check("cannot be read, after its index was", 1)
+	// What that has begun to build would be found in memory by the next server,
+	// if it were the one to end it.
+	s.record(t, "r", "1", x, args, touched)
 	s.serve(t)
 	check("cannot be read", 0)
 	memory.Inject(nil)

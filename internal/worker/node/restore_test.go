@@ -364,6 +364,11 @@ func TestADamagedImageStaysBehindTheGate(t *testing.T) {
 	}
 	s.setLimit(-1)
 	h.start()
+	// This is the daemon's own pull, if it has not ended yet. What is done for the
+	// next one must not come in its middle.
+	if _, err := h.pull(ref, api.Complete); err == nil || !strings.Contains(err.Error(), "foil rm --force c`") {
+		t.Errorf("a pull while a container is on what is damaged: %v", err)
+	}
 	if err := h.n.RemoveContainer(t.Context(), "c"); err != nil {
 		t.Fatal(err)
 	}
