@@ -200,6 +200,11 @@ func (l *Link) Command(ctx context.Context, side Side, name string, args ...stri
 	return cmd
 }
 
+// Start starts a command in a side's network namespace, as Command's do once they
+// run, but at once: no program comes before it that is read from the disk first,
+// and whose time would be counted as the command's.
+func (l *Link) Start(side Side, cmd *exec.Cmd) error { return l.Do(side, cmd.Start) }
+
 // DialContext connects from a side to an IP address and port.
 func (l *Link) DialContext(ctx context.Context, side Side, network, address string) (conn net.Conn, err error) {
 	err = l.Do(side, func() error {

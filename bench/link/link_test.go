@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -161,6 +162,35 @@ func TestCommand(t *testing.T) {
 	}
 	if err := l.Command(t.Context(), Edge, "no-such-program").Run(); err == nil {
 		t.Error("a program that does not exist was run")
+	}
+}
+
+// What Start starts is where it would be by Command, without a program before it.
+func TestStart(t *testing.T) {
+	l := open(t, Options{})
+	where := func(cmd *exec.Cmd, start func() error) string {
+		t.Helper()
+		var out strings.Builder
+		cmd.Stdout = &out
+		if err := start(); err != nil {
+			t.Fatal(err)
+		}
+		if err := cmd.Wait(); err != nil {
+			t.Fatal(err)
+		}
+		return out.String()
+	}
+	links := []string{"/proc/self/ns/net", "/proc/self/ns/mnt", "/proc/self/ns/pid"}
+	for _, side := range []Side{Edge, Cloud} {
+		entered := l.Command(t.Context(), side, "readlink", links...)
+		direct := exec.Command("readlink", links...)
+		want, got := where(entered, entered.Start), where(direct, func() error { return l.Start(side, direct) })
+		if got != want {
+			t.Errorf("namespaces %q, want %q", got, want)
+		}
+	}
+	if err := l.Start(Edge, exec.Command("no-such-program")); err == nil {
+		t.Error("a program that does not exist was started")
 	}
 }
 

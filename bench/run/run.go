@@ -265,7 +265,7 @@ func (m *matrix) lacks(im engines.Image) bool {
 // lacksFloor reports whether the floor of an image has not been measured.
 func (m *matrix) lacksFloor(im engines.Image) bool {
 	f, ok := m.state.floor(im.Name, im.Built.Digest.String())
-	return !ok || f.Kernel != m.kernel || f.Floor.Warm == 0 && (f.Err == "" || m.RetryFailed)
+	return !ok || f.Kernel != m.kernel || f.Way != floorWay || f.Floor.Warm == 0 && (f.Err == "" || m.RetryFailed)
 }
 
 // unpushed are the versions of images that lack a floor or are not on the server.
@@ -387,7 +387,7 @@ func (m *matrix) push(ctx context.Context, s *site.Site, im engines.Image, p *re
 
 // measureFloor notes T* of an image, or why there is none, and gives it.
 func (m *matrix) measureFloor(ctx context.Context, s *site.Site, full engines.Worker, im engines.Image, earlier *engines.Floor) (engines.Floor, error) {
-	f := floor{Digest: im.Built.Digest.String(), Kernel: m.kernel}
+	f := floor{Digest: im.Built.Digest.String(), Kernel: m.kernel, Way: floorWay}
 	limited, cancel := context.WithTimeoutCause(ctx, m.Timeout, site.ErrTooLong)
 	defer cancel()
 	err := pullForFloor(limited, full, im)

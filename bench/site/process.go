@@ -67,9 +67,9 @@ func (s *Site) Start(side link.Side, files []*os.File, name string, args ...stri
 	p := &Process{name: base, Log: log.Name(), Done: make(chan struct{})}
 	// Not of the caller's context: what is stopped in order is stopped by stop,
 	// and what is not, by the end of the namespaces.
-	p.cmd = s.Link.Command(context.Background(), side, name, args...)
+	p.cmd = exec.Command(name, args...)
 	p.cmd.Stdout, p.cmd.Stderr, p.cmd.ExtraFiles = log, log, files
-	if err := p.cmd.Start(); err != nil {
+	if err := s.Link.Start(side, p.cmd); err != nil {
 		return nil, fmt.Errorf("bench: start %s: %w", name, err)
 	}
 	go func() {
