@@ -671,7 +671,6 @@ func (p *pull) mount(r *rootfs, t *toc.TOC, place placement, claimed <-chan bool
 	p.warmUp(r)
 	n.copyLocal(p.ctx, r, p)
 	p.settled(r)
-	debug.FreeOSMemory() // what the mount of a large image took
 }
 
 // stageImage begins to write the image's record: that it is on the disk is waited

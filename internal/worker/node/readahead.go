@@ -4,6 +4,7 @@ import (
 	"errors"
 	"io/fs"
 	"os"
+	"runtime/debug"
 	"strings"
 	"time"
 
@@ -168,6 +169,11 @@ func (p *pull) arrived(s fetch.Startup) {
 			}
 		}
 		p.n.endStart(r)
+		select {
+		case <-r.ready:
+			debug.FreeOSMemory() // what the mount of a large image took; a start would wait for it
+		case <-p.ctx.Done():
+		}
 	})
 }
 
