@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
 	"github.com/opencontainers/go-digest"
 	"github.com/opencontainers/image-spec/identity"
 	"github.com/opencontainers/image-spec/specs-go"
@@ -197,6 +198,51 @@ func TestCut(t *testing.T) {
 		if _, _, err := readAll(bytes.NewReader(b[:n]), f.req); !errors.Is(err, io.ErrUnexpectedEOF) {
 			t.Fatalf("cut after %d of %d bytes: %v", n, len(b), err)
 		}
+	}
+}
+
+// The head of an image is told of before its TOC has come, and nothing else ever is.
+func TestHead(t *testing.T) {
+	f := newFixture()
+	b := f.bytes()
+	heads := func(b []byte) (list []bundle.Image) {
+		r := bundle.NewReader(bytes.NewReader(b), bundle.ReaderOptions{Request: f.req, Head: func(m *bundle.Image) error {
+			list = append(list, *m)
+			return nil
+		}})
+		for {
+			if _, err := r.Next(); err != nil {
+				return list
+			}
+		}
+	}
+	var want []bundle.Image
+	for _, m := range f.images {
+		head := *m
+		head.TOC = nil
+		want = append(want, head)
+	}
+	toc := bytes.Index(b, f.images[0].TOC)
+	for n, heard := range map[int]int{toc - 1: 0, toc: 1, toc + len(f.images[0].TOC): 1, len(b): len(want)} {
+		if d := cmp.Diff(want[:heard], heads(b[:n]), cmpopts.EquateEmpty()); d != "" {
+			t.Errorf("cut after %d of %d bytes: %s", n, len(b), d)
+		}
+	}
+	for n := range toc {
+		c := bytes.Clone(b)
+		c[n] ^= 0x10
+		for _, m := range heads(c) {
+			w := want[m.Index]
+			if m.ChainID != w.ChainID || !cmp.Equal(m.Manifest.Bytes, w.Manifest.Bytes) || !cmp.Equal(m.Config.Bytes, w.Config.Bytes) {
+				t.Fatalf("byte %d: another image %d was told of", n, m.Index)
+			}
+		}
+	}
+	stop := errors.New("stop")
+	r := bundle.NewReader(bytes.NewReader(b), bundle.ReaderOptions{Request: f.req, Head: func(*bundle.Image) error { return stop }})
+	r.Next() //nolint:errcheck // the greeting
+	if s, err := r.Next(); !errors.Is(err, stop) {
+		t.Errorf("%v, %v", s, err)
 	}
 }
 

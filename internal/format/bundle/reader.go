@@ -49,6 +49,10 @@ type ReaderOptions struct {
 	// Buffer returns a buffer of n bytes for a frame (Frame.Data is it, or a
 	// part of it), so that the caller can reuse them. Nil allocates.
 	Buffer func(n int) []byte
+	// Head is called, when not nil, with an image as soon as everything of it but
+	// the TOC has arrived, and has been verified: what of Image hangs from the TOC,
+	// which is nil, has not. An error ends the reading.
+	Head func(*Image) error
 }
 
 // NewReader returns a Reader of the stream r.
@@ -118,11 +122,17 @@ func (r *Reader) next() (any, error) {
 		r.bytes += int64(n)
 		return nil, cut(err)
 	}
-	payload, err := r.payload(int64(length))
-	if err != nil {
-		return nil, err
+	var s any
+	var err error
+	if t == TypeImage {
+		s, err = r.image(int64(length))
+	} else {
+		var payload []byte
+		if payload, err = r.payload(int64(length)); err != nil {
+			return nil, err
+		}
+		s, err = r.section(t, payload)
 	}
-	s, err := r.section(t, payload)
 	if errors.Is(err, columns.ErrCorrupt) {
 		err = fmt.Errorf("%w: section %d: %w", ErrCorrupt, t, err)
 	}
@@ -134,28 +144,36 @@ var limits = map[Type]int{
 }
 
 func (r *Reader) section(t Type, payload []byte) (any, error) {
-	switch {
-	case t == TypeError:
+	if t == TypeError {
 		return nil, decodeError(payload)
-	case !r.hello && t != TypeHello, r.hello && t == TypeHello,
-		r.plan != nil && (t == TypeImage || t == TypePlan || t == TypeStartup || t == TypeHere),
-		len(r.startups)+len(r.heres) > 0 && t == TypeImage,
-		r.pagesLeft() && t == TypePlan,
-		t == TypeEnd && (r.plan == nil || r.left > 0):
-		return nil, fmt.Errorf("%w: section %d out of order", ErrCorrupt, t)
-	case t == TypeHello:
+	}
+	if err := r.inOrder(t); err != nil {
+		return nil, err
+	}
+	switch t {
+	case TypeHello:
 		r.hello = true
 		return r.decodeHello(payload)
-	case t == TypeImage:
-		return r.decodeImage(payload)
-	case t == TypeStartup:
+	case TypeStartup:
 		return r.decodeStartup(payload)
-	case t == TypeHere:
+	case TypeHere:
 		return r.decodeHere(payload)
-	case t == TypePlan:
+	case TypePlan:
 		return r.decodePlan(payload)
 	}
 	return nil, io.EOF // TypeEnd
+}
+
+// inOrder checks that a section may come now.
+func (r *Reader) inOrder(t Type) error {
+	if !r.hello && t != TypeHello || r.hello && t == TypeHello ||
+		r.plan != nil && (t == TypeImage || t == TypePlan || t == TypeStartup || t == TypeHere) ||
+		len(r.startups)+len(r.heres) > 0 && t == TypeImage ||
+		r.pagesLeft() && t == TypePlan ||
+		t == TypeEnd && (r.plan == nil || r.left > 0) {
+		return fmt.Errorf("%w: section %d out of order", ErrCorrupt, t)
+	}
+	return nil
 }
 
 func cut(err error) error {
@@ -209,8 +227,54 @@ func (r *Reader) decodeHello(payload []byte) (*Hello, error) {
 	return h, nil
 }
 
-func (r *Reader) decodeImage(payload []byte) (*Image, error) {
-	head, rest, err := columns.Next(payload, 3*MaxManifest+MaxHello)
+// image reads an Image section of so many bytes. Its column comes long before its
+// TOC, of which there may be megabytes.
+func (r *Reader) image(length int64) (*Image, error) {
+	if err := r.inOrder(TypeImage); err != nil {
+		return nil, err
+	}
+	begin, err := r.r.Peek(int(min(length, columns.MaxHead)))
+	if err != nil {
+		r.bytes += int64(len(begin))
+		return nil, cut(err)
+	}
+	column := int64(min(columns.Size(begin), uint64(length)))
+	b, err := r.payload(column)
+	if err != nil {
+		return nil, err
+	}
+	m, err := r.decodeImage(b, length-column)
+	if err != nil {
+		return nil, err
+	}
+	corrupt := func(err error) error {
+		want := r.o.Request.Images[m.Index]
+		return fmt.Errorf("%w: image %s:%s: %w", ErrCorrupt, want.Repository, want.Reference, err)
+	}
+	if err := m.verify(r.o.Request, length > column); err != nil {
+		return nil, corrupt(err)
+	}
+	if r.o.Head != nil {
+		head := *m
+		if err := r.o.Head(&head); err != nil {
+			return nil, err
+		}
+	}
+	if length == column {
+		return m, nil
+	}
+	if m.TOC, err = r.payload(length - column); err != nil {
+		return nil, err
+	}
+	if got := toc.Digest(m.TOC); got != m.TOCDigest {
+		return nil, corrupt(fmt.Errorf("TOC has digest %s, want %s", got, m.TOCDigest))
+	}
+	return m, nil
+}
+
+// decodeImage decodes the column, after which so many bytes of TOC come.
+func (r *Reader) decodeImage(column []byte, rest int64) (*Image, error) {
+	head, _, err := columns.Next(column, 3*MaxManifest+MaxHello)
 	if err != nil {
 		return nil, err
 	}
@@ -230,24 +294,17 @@ func (r *Reader) decodeImage(payload []byte) (*Image, error) {
 	if err := c.End(); err != nil {
 		return nil, err
 	}
-	if have == 0 {
-		m.TOC = rest
-	}
-	if r.images[m.Index] || m.Index >= len(r.o.Request.Images) || (have == 1) != (len(rest) == 0) {
-		return nil, fmt.Errorf("%w: image %d of %d, %d bytes of TOC", ErrCorrupt, m.Index, len(r.o.Request.Images), len(rest))
+	if r.images[m.Index] || m.Index >= len(r.o.Request.Images) || (have == 1) != (rest == 0) {
+		return nil, fmt.Errorf("%w: image %d of %d, %d bytes of TOC", ErrCorrupt, m.Index, len(r.o.Request.Images), rest)
 	}
 	r.images[m.Index] = true
 	r.total += uint64(m.Segments)
-	if err := m.verify(r.o.Request); err != nil {
-		want := r.o.Request.Images[m.Index]
-		return nil, fmt.Errorf("%w: image %s:%s: %w", ErrCorrupt, want.Repository, want.Reference, err)
-	}
 	return m, nil
 }
 
-// verify checks every digest from the reference down to the chain ID, and the
-// TOC's.
-func (m *Image) verify(req *Request) error {
+// verify checks every digest from the reference down to the chain ID, and that the
+// TOC is here unless it is to come.
+func (m *Image) verify(req *Request, comes bool) error {
 	blobs := []*Blob{&m.Manifest, &m.Config}
 	named := m.Manifest.Digest // what the reference resolved to
 	if m.Chosen != nil {
@@ -296,14 +353,8 @@ func (m *Image) verify(req *Request) error {
 	if err := m.TOCDigest.Validate(); err != nil {
 		return fmt.Errorf("TOC digest %q: %w", m.TOCDigest, err)
 	}
-	if m.TOC == nil {
-		if !slices.ContainsFunc(req.Have, func(h Have) bool { return h.ChainID == m.ChainID && h.TOC == m.TOCDigest }) {
-			return fmt.Errorf("TOC %s was left out, and the worker does not have it", m.TOCDigest)
-		}
-		return nil
-	}
-	if got := toc.Digest(m.TOC); got != m.TOCDigest {
-		return fmt.Errorf("TOC has digest %s, want %s", got, m.TOCDigest)
+	if !comes && !slices.ContainsFunc(req.Have, func(h Have) bool { return h.ChainID == m.ChainID && h.TOC == m.TOCDigest }) {
+		return fmt.Errorf("TOC %s was left out, and the worker does not have it", m.TOCDigest)
 	}
 	return nil
 }

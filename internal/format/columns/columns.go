@@ -46,6 +46,24 @@ func Append(dst, raw []byte, compress bool) []byte {
 	return append(dst, payload...)
 }
 
+// MaxHead is the most bytes that a column has before its payload.
+const MaxHead = 1 + 2*binary.MaxVarintLen64
+
+// Size returns how many bytes the column takes that begins like b, of which
+// MaxHead bytes are enough, or 0 if none does.
+func Size(b []byte) uint64 {
+	if len(b) == 0 {
+		return 0
+	}
+	r := Reader{B: b[1:]}
+	r.Uint(1<<63 - 1)
+	length := r.Uint(1<<63 - 1 - MaxHead)
+	if r.Err != nil {
+		return 0
+	}
+	return uint64(len(b)-len(r.B)) + length
+}
+
 // Next splits the first column off b. A column of more than limit bytes is
 // corrupt. The column may share b's memory. Errors: ErrCorrupt.
 func Next(b []byte, limit uint64) (column, rest []byte, err error) {

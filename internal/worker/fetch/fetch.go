@@ -49,6 +49,9 @@ import (
 type Options struct {
 	Client  *Client
 	Request bundle.Request
+	// Head is called, when not nil, each time when all of an image's header but its TOC
+	// has arrived, as bundle.ReaderOptions says. An error ends the pull as one of Open does.
+	Head func(img *bundle.Image) error
 	// Name is what errors call the pull; empty means the images' references.
 	Name string
 	// Open is called once for each image, with its verified header and its TOC

@@ -120,7 +120,7 @@ func (s *stream) read(ctx context.Context, resp io.Reader, req *bundle.Request) 
 	p := s.p
 	var held *buffer // a frame's buffer, until a worker has it
 	defer func() { p.putBuffer(held) }()
-	r := bundle.NewReader(resp, bundle.ReaderOptions{Request: req, Buffer: func(n int) []byte {
+	r := bundle.NewReader(resp, bundle.ReaderOptions{Request: req, Head: p.head, Buffer: func(n int) []byte {
 		p.putBuffer(held)
 		held = p.getBuffer(ctx, n)
 		return held.bytes
@@ -203,6 +203,17 @@ func (s *stream) image(ctx context.Context, img *bundle.Image) error {
 			img.TOCDigest, img.ChainID, t.header.TOCDigest, t.header.ChainID)}
 	}
 	s.order, s.bases = append(s.order, t), append(s.bases, base)
+	return nil
+}
+
+// head tells of an image whose TOC is still to come.
+func (p *Pull) head(img *bundle.Image) error {
+	if p.opts.Head == nil {
+		return nil
+	}
+	if err := p.opts.Head(img); err != nil {
+		return finalError{err}
+	}
 	return nil
 }
 

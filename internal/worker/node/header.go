@@ -13,7 +13,8 @@ import (
 	"hydrofoil.dev/foil/internal/worker/runner"
 )
 
-// Header is what is known of an image as soon as its bundle has begun. All bytes
+// Header is what is known of an image as soon as its bundle has begun, before the
+// TOC has come. All bytes
 // are those that their digests name.
 type Header struct {
 	Manifest bundle.Blob
@@ -32,6 +33,7 @@ type early struct {
 	headed  chan struct{} // closed when header is set
 	header  *Header
 	claimed chan struct{} // closed, under Node.mu, by who takes the pull over
+	anew    bool          // it has been tried again since; run's
 }
 
 const (
@@ -102,12 +104,15 @@ type failure struct {
 func (f *failure) Error() string   { return f.told.Error() }
 func (f *failure) Unwrap() []error { return []error{f.told, f.cause} }
 
-// announce tells of the header of an early pull. It is called before anything is
-// made of the header.
+// announce tells of the header of an early pull, while the TOC is on its way: who
+// has asked has something to do with it.
 //
 // Errors: errUnclaimed when there is nothing for the pull to bring.
 func (p *pull) announce(img *bundle.Image) error {
 	e := p.early
+	if e == nil {
+		return nil
+	}
 	select {
 	case <-e.headed:
 		return nil // another stream of the same pull
@@ -162,6 +167,20 @@ func (p *pull) layOut(img *bundle.Image, t *toc.TOC) (*rootfs, chan<- bool) {
 	claimed := make(chan bool, 1)
 	p.work.Go(func() { p.mount(r, t, made, claimed) })
 	return r, claimed
+}
+
+// anew reports whether a pull that was claimed when its header had only begun to
+// come, and then failed, is to try again: before it was claimed it tried nothing
+// twice.
+func (p *pull) anew() bool {
+	p.mu.Lock()
+	headed := p.image != nil
+	p.mu.Unlock()
+	if p.unclaimed() || p.early == nil || p.early.anew || headed || p.ctx.Err() != nil {
+		return false
+	}
+	p.early.anew = true
+	return true
 }
 
 // await waits until an early pull is claimed.

@@ -88,6 +88,48 @@ func TestHeaderThenPull(t *testing.T) {
 	}
 }
 
+// The header is told of before the TOC has come; the pull that was claimed by then
+// outlives a stream that breaks there.
+func TestHeaderBeforeTOC(t *testing.T) {
+	for _, cut := range []bool{false, true} {
+		s := newFakeServer(t)
+		m := newFakeImage(t, some(1, 10, 5000))
+		ref := s.serve("app:1", m)
+		h := newHost(t)
+		s.setTOC("wait")
+		if got := h.header(ref); got.Digest() != m.Manifest.Digest {
+			t.Errorf("header %+v", got)
+		}
+		if h.waiting() != 1 || len(h.mounts()) > 0 {
+			t.Errorf("%d pulls wait, mounts %v", h.waiting(), h.mounts())
+		}
+		end := make(chan error, 1)
+		go func() {
+			end <- h.n.Pull(t.Context(), api.PullRequest{Ref: digestName(ref, m)}, func(api.Event) error { return nil })
+		}()
+		eventually(t, "the pull is claimed", func() error {
+			if h.waiting() > 0 {
+				return errors.New("it waits")
+			}
+			return nil
+		})
+		want := 1
+		if s.setTOC(""); cut {
+			s.setTOC("cut")
+			want = 2
+		}
+		if err := ends(t, "the pull", end); err != nil {
+			t.Fatal(err)
+		}
+		h.mustPull(digestName(ref, m), api.Complete)
+		h.same(m)
+		if n := s.requestCount(); n < want {
+			t.Errorf("cut %t: %d requests", cut, n)
+		}
+		h.stop()
+	}
+}
+
 func TestHeaderThatNobodyClaims(t *testing.T) {
 	s := newFakeServer(t)
 	m := newFakeImage(t, some(1, 10, 5000))
@@ -142,6 +184,7 @@ func TestHeaderThenPullByTag(t *testing.T) {
 	h.early = time.Hour
 	h.start()
 	h.header(ref)
+	h.awaitMount()
 	h.mustPull(ref, api.Complete)
 	h.same(m)
 	if h.n.Has(digestName(ref, m)) || h.waiting() > 0 {

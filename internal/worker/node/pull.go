@@ -154,7 +154,7 @@ func (p *pull) run() {
 	n := p.n
 	n.makeRoom()
 	err := p.bring(p.ctx)
-	for err != nil && (p.again(err) || p.tryOn(err)) {
+	for err != nil && (p.again(err) || p.tryOn(err) || p.anew()) {
 		err = p.bring(p.ctx)
 	}
 	p.dropRecord()
@@ -267,6 +267,7 @@ func (p *pull) bring(ctx context.Context) error {
 				}},
 				Have: have,
 			},
+			Head:           p.announce,
 			Open:           p.open,
 			TOC:            p.encodedTOC,
 			Early:          p.arrived,
@@ -297,7 +298,7 @@ func (p *pull) bring(ctx context.Context) error {
 			return mountErr
 		case err != nil && img == nil && len(ask) > 1 && ctx.Err() == nil && !errors.Is(err, errUnclaimed):
 			n.log.Info("this host does not have the image; asking the next one", "ref", p.ref.name, "host", ask[0].Client.Base(), "error", err)
-			ask = ask[1:]
+			ask, reference = ask[1:], p.ref.reference // what has been announced, if anything has
 			continue
 		case errors.Is(err, errHere):
 			return nil
@@ -396,9 +397,6 @@ func (p *pull) haves() []bundle.Have {
 func (p *pull) open(ctx context.Context, img *bundle.Image, t *toc.TOC) (*arena.Arena, error) {
 	n := p.n
 	if p.early != nil {
-		if err := p.announce(img); err != nil {
-			return nil, err
-		}
 		r, claimed := p.layOut(img, t)
 		err := p.await(ctx)
 		if err == nil {

@@ -1,6 +1,7 @@
 package node
 
 import (
+	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -128,6 +129,7 @@ type fakeServer struct {
 	images   map[string]*fakeImage // by repository:tag
 	limit    int                   // frames that a stream sends before it waits; -1: all
 	header   bool                  // whether streams send more than their greeting
+	toc      string                // what becomes of a header before its TOC: "wait", "cut" (once) or ""
 	requests []bundle.Request
 	closed   bool
 }
@@ -188,6 +190,13 @@ func (s *fakeServer) setHeader(on bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.header = on
+	s.changed.Broadcast()
+}
+
+func (s *fakeServer) setTOC(to string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.toc = to
 	s.changed.Broadcast()
 }
 
@@ -264,7 +273,25 @@ func (s *fakeServer) pull(w http.ResponseWriter, r *http.Request) {
 			header.TOC = nil
 		}
 	}
-	_ = out.Image(&header)
+	var section bytes.Buffer
+	_ = out.Flush()
+	on := out.Continue(&section)
+	_ = on.Image(&header)
+	_ = on.Flush()
+	b := section.Bytes()
+	_, _ = w.Write(b[:len(b)-len(header.TOC)])
+	http.NewResponseController(w).Flush() //nolint:errcheck
+	if !s.may(r, func() bool { return s.toc != "wait" }) {
+		return
+	}
+	s.mu.Lock()
+	cut := s.toc == "cut"
+	s.toc = ""
+	s.mu.Unlock()
+	if cut {
+		panic(http.ErrAbortHandler)
+	}
+	_, _ = w.Write(header.TOC)
 	plan, frames := s.plan(m, req)
 	if req.Images[0].Header {
 		plan, frames = &bundle.Plan{}, nil
