@@ -268,17 +268,21 @@ func (s *Snapshotter) makeDir(r *record, held *node.Held) error {
 	return os.WriteFile(s.lazy(r.ID), b, 0o600)
 }
 
-// syncDirs makes directories durable that makeDir has made. All records are synced
-// at once, which the disk makes one write of.
+// syncDirs makes directories durable that makeDir has made. All is synced at once,
+// which the disk makes one write of: there is no order in it, since a snapshot's
+// directory counts for nothing before the transaction has ended.
 func (s *Snapshotter) syncDirs(made []*record) error {
+	if len(made) == 0 {
+		return nil
+	}
 	var all errgroup.Group
+	all.Go(func() error { return syncFile(filepath.Join(s.opts.Dir, "snapshots")) })
 	for _, r := range made {
-		all.Go(func() error { return errors.Join(syncFile(s.lazy(r.ID)), syncFile(s.dir(r.ID))) })
+		for _, path := range []string{s.lazy(r.ID), s.dir(r.ID)} {
+			all.Go(func() error { return syncFile(path) })
+		}
 	}
-	if err := all.Wait(); err != nil || len(made) == 0 {
-		return err
-	}
-	return syncFile(filepath.Join(s.opts.Dir, "snapshots"))
+	return all.Wait()
 }
 
 // writeDurably makes a file hold b, or what it held before, after a crash. Its
