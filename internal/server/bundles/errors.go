@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"net/http"
 	"syscall"
+	"time"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/server/catalog"
@@ -49,6 +50,12 @@ func wireError(err error, ref string) *bundle.Error {
 // says.
 var errDamaged = errors.New("stored bytes are damaged")
 
+// retryAfter is an error of an upstream that says when to ask again; 0: it does not.
+type retryAfter interface {
+	error
+	RetryAfter() time.Duration
+}
+
 func writeError(w http.ResponseWriter, log *slog.Logger, err error, ref string) {
 	e := wireError(err, ref)
 	status, ok := statuses[e.Code]
@@ -57,6 +64,9 @@ func writeError(w http.ResponseWriter, log *slog.Logger, err error, ref string) 
 	}
 	if status >= 500 {
 		log.Error("bundle failed", "image", ref, "error", err)
+	}
+	if asks, ok := errors.AsType[retryAfter](err); ok {
+		bundle.SetRetryAfter(w.Header(), asks.RetryAfter())
 	}
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(status)

@@ -8,7 +8,9 @@ import (
 	"net/http"
 	"strings"
 	"syscall"
+	"time"
 
+	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/server/catalog"
 )
 
@@ -80,6 +82,8 @@ func errorf(k kind, format string, args ...any) error {
 type answerer interface {
 	error
 	Answer() (status int, code, message string)
+	// RetryAfter is when to ask again; 0: it does not say.
+	RetryAfter() time.Duration
 }
 
 // orUnknown turns catalog.ErrNotFound into an error of the kind that fits.
@@ -120,6 +124,7 @@ func (r *Registry) writeError(w http.ResponseWriter, req *http.Request, err erro
 	known := wire[e.kind]
 	if a, ok := errors.AsType[answerer](err); ok && e.kind == internal {
 		known.status, known.code, e.message = a.Answer()
+		bundle.SetRetryAfter(w.Header(), a.RetryAfter())
 	}
 	if known.status >= 500 {
 		if errors.Is(err, context.Canceled) && req.Context().Err() != nil {

@@ -208,6 +208,42 @@ func TestAccelerator(t *testing.T) {
 	}
 }
 
+// When the upstream wants fewer requests, workers and plain clients are told for how
+// long; what it asks for beyond what anybody waits for included.
+func TestBusyUpstream(t *testing.T) {
+	up := upstreamtest.Start(t)
+	up.Intercept(func(w http.ResponseWriter, _ *http.Request) bool {
+		w.Header().Set("Retry-After", "3600")
+		upstreamtest.Fail(w, http.StatusTooManyRequests, "TOOMANYREQUESTS", "pull rate limit")
+		return true
+	})
+	s := start(t, serve.Options{Root: t.TempDir(), Upstream: upstream.Options{URL: up.URL, Pause: time.Millisecond}})
+	plain, err := http.Get("http://" + s.Addr() + "/v2/app/manifests/1")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer plain.Body.Close()
+	b, err := json.Marshal(&bundle.Request{Versions: []int{bundle.Version}, Images: []bundle.ImageRequest{{
+		Repository: "app", Reference: "1", Platform: &ocispec.Platform{OS: "linux", Architecture: "amd64"},
+	}}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	worker, err := http.Post("http://"+s.Addr()+bundle.PullPath, "application/json", bytes.NewReader(b))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer worker.Body.Close()
+	for resp, status := range map[*http.Response]int{plain: http.StatusTooManyRequests, worker: http.StatusServiceUnavailable} {
+		if after := resp.Header.Get("Retry-After"); resp.StatusCode != status || after != "3600" {
+			t.Errorf("%s, Retry-After %q; want %d and 3600", resp.Status, after, status)
+		}
+	}
+	if n := up.Asked("GET manifests"); n != 2 {
+		t.Errorf("the upstream was asked %d times, want 2", n)
+	}
+}
+
 // Ingest reads a layer while it is downloaded: packs are written before its last
 // byte has come, and the other layers come meanwhile.
 func TestIngestStreams(t *testing.T) {

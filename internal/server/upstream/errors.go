@@ -9,7 +9,6 @@ import (
 	"io"
 	"net/http"
 	"net/url"
-	"strconv"
 	"strings"
 	"time"
 
@@ -112,6 +111,9 @@ func (e *Error) Answer() (status int, code, message string) {
 	return k.status, code, e.Error()
 }
 
+// RetryAfter is how long clients should wait before they ask again; 0: not said.
+func (e *Error) RetryAfter() time.Duration { return e.After }
+
 // bridged reports whether what is here may be served in place of an answer.
 func bridged(err error) bool {
 	e, ok := errors.AsType[*Error](err)
@@ -182,9 +184,9 @@ func (c *client) statusError(resp *http.Response, what string) *Error {
 	case s == http.StatusNotFound || s == http.StatusGone:
 		e.Kind = Missing
 	case s == http.StatusTooManyRequests:
-		e.Kind, e.After = Busy, retryAfter(resp.Header, time.Now())
+		e.Kind, e.After = Busy, bundle.RetryAfter(resp.Header, time.Now())
 	case s == http.StatusRequestTimeout || s >= 500:
-		e.Kind, e.After = Down, retryAfter(resp.Header, time.Now())
+		e.Kind, e.After = Down, bundle.RetryAfter(resp.Header, time.Now())
 	default:
 		e.Kind = Wrong
 	}
@@ -196,18 +198,6 @@ func (c *client) statusError(resp *http.Response, what string) *Error {
 		}
 	}
 	return e
-}
-
-// retryAfter reads the header of that name: seconds, or a time.
-func retryAfter(h http.Header, now time.Time) time.Duration {
-	s := h.Get("Retry-After")
-	if n, err := strconv.Atoi(s); err == nil && n > 0 && n < 1<<30 {
-		return time.Duration(n) * time.Second
-	}
-	if t, err := http.ParseTime(s); err == nil && t.After(now) {
-		return t.Sub(now)
-	}
-	return 0
 }
 
 // wrong is an Error about an answer's content.

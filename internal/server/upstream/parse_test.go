@@ -5,7 +5,6 @@ import (
 	"net/http"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/opencontainers/go-digest"
@@ -135,19 +134,6 @@ func TestNextLink(t *testing.T) {
 	} {
 		if got := nextLink(header); got != want {
 			t.Errorf("%s: %q, want %q", header, got, want)
-		}
-	}
-}
-
-func TestRetryAfter(t *testing.T) {
-	now := time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
-	for s, want := range map[string]time.Duration{
-		"": 0, "3": 3 * time.Second, "-3": 0, "soon": 0, "99999999999": 0,
-		"Thu, 01 Jan 2026 00:00:07 GMT": 7 * time.Second,
-		"Thu, 01 Jan 2025 00:00:07 GMT": 0,
-	} {
-		if got := retryAfter(http.Header{"Retry-After": {s}}, now); got != want {
-			t.Errorf("%q: %s, want %s", s, got, want)
 		}
 	}
 }

@@ -304,6 +304,21 @@ type StatusError struct {
 	Message     string // the response's body, or what it says
 	// Said is the response's body when it is one of the bundle protocol, or nil.
 	Said *bundle.Error
+	// After is how long the server asks not to be asked again, at most MostAfter; 0: it does not say.
+	After time.Duration
+}
+
+// MostAfter bounds how long is waited because a server asks for it: readers wait
+// as well.
+const MostAfter = time.Minute
+
+// Asked returns how long the server from which err is asks not to be asked again, at
+// most MostAfter; 0: it does not say.
+func Asked(err error) time.Duration {
+	if status, ok := errors.AsType[*StatusError](err); ok {
+		return status.After
+	}
+	return 0
 }
 
 // Unwrap returns Said.
@@ -382,6 +397,10 @@ func (c *Client) do(ctx context.Context, q call) (*response, error) {
 		msg, _ := io.ReadAll(io.LimitReader(r, 4<<10))
 		e := &StatusError{Method: q.method, URL: u, Status: resp.StatusCode}
 		e.describe(msg)
+		switch e.Status {
+		case http.StatusTooManyRequests, http.StatusServiceUnavailable:
+			e.After = min(bundle.RetryAfter(resp.Header, time.Now()), MostAfter)
+		}
 		return nil, e
 	}
 	return r, nil

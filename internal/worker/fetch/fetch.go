@@ -344,7 +344,7 @@ func unlikely(err error) bool {
 		return true
 	}
 	status, ok := errors.AsType[*StatusError](err)
-	return ok && status.Said == nil
+	return ok && status.Said == nil && status.After == 0
 }
 
 // streams runs one stream after the other until one comes to its end with
@@ -384,10 +384,18 @@ func (p *Pull) streams() error {
 		if now.Sub(last) >= limit {
 			return fmt.Errorf("%w %s for %v, try again when it can be reached: %w", ErrUnreachable, p.opts.Client.Base(), limit.Round(time.Second), err)
 		}
+		wait := pause + rand.N(pause/2+1)
+		if after := Asked(err); after > wait {
+			// Not all at once, who were asked the same.
+			wait = after + rand.N(after/10+1)
+			if now.Sub(last)+wait >= limit {
+				return fmt.Errorf("%w %s, which asks to be asked again in %v, try again then: %w", ErrUnreachable, p.opts.Client.Base(), after.Round(time.Second), err)
+			}
+		}
 		p.resumes.Add(1)
-		p.log.Warn("stream broke, resuming", "error", err, "pause", pause)
+		p.log.Warn("stream broke, resuming", "error", err, "pause", wait)
 		if !errors.Is(err, errAgain) {
-			timer := time.NewTimer(pause + rand.N(pause/2+1))
+			timer := time.NewTimer(wait)
 			select {
 			case <-timer.C:
 			case <-p.ctx.Done():

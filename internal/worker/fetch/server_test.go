@@ -136,6 +136,8 @@ func jsonBlob(mediaType string, v any) bundle.Blob {
 // script is what goes wrong with one stream.
 type script struct {
 	status  int           // answer with this instead
+	after   string        // with this Retry-After
+	body    string        // and with this, which is no answer of the protocol
 	said    *bundle.Error // an Error section instead of images
 	cutAt   int64         // break off after so many bytes; 0: do not
 	how     string        // "reset" the stream (default), "close" the connection, "stall"
@@ -163,8 +165,9 @@ type server struct {
 
 	mu         sync.Mutex
 	requests   []bundle.Request
-	frames     int // sent, of all streams
-	pages      int // frames of startup sets, the same
+	times      []time.Time // when they came
+	frames     int         // sent, of all streams
+	pages      int         // frames of startup sets, the same
 	promotions [][]uint32
 	holds      []time.Duration // of the requests
 	sent       []segment.ID    // of all streams
@@ -247,7 +250,7 @@ func (s *server) pull(w http.ResponseWriter, r *http.Request) {
 	}
 	s.mu.Lock()
 	n := len(s.requests)
-	s.requests = append(s.requests, *req)
+	s.requests, s.times = append(s.requests, *req), append(s.times, time.Now())
 	var sc script
 	if n < len(s.scripts) {
 		sc = s.scripts[n]
@@ -262,9 +265,20 @@ func (s *server) pull(w http.ResponseWriter, r *http.Request) {
 		delete(s.running, id)
 		s.mu.Unlock()
 	}()
+	if sc.after != "" {
+		w.Header().Set("Retry-After", sc.after)
+	}
+	if sc.body != "" {
+		http.Error(w, sc.body, sc.status)
+		return
+	}
 	if sc.status != 0 {
 		w.WriteHeader(sc.status)
-		json.NewEncoder(w).Encode(bundle.Error{Code: bundle.CodeNotFound, Message: "no such image"})
+		said := bundle.Error{Code: bundle.CodeNotFound, Message: "no such image"}
+		if sc.status != http.StatusNotFound {
+			said = bundle.Error{Code: bundle.CodeUnavailable, Message: "not now"}
+		}
+		json.NewEncoder(w).Encode(said)
 		return
 	}
 	c := &cutter{w: w, r: r, at: sc.cutAt, how: sc.how}

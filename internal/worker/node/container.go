@@ -102,6 +102,7 @@ func (n *Node) CreateContainer(ctx context.Context, req api.ContainerRequest) (_
 	}
 	n.containers[req.ID] = c // holds the image from here on
 	n.touch(img)
+	n.tryNow(name, n.opts.wantedRetry)
 	if !req.Trace {
 		r.learning.created(req.ID)
 	}

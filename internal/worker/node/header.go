@@ -139,6 +139,8 @@ func (p *pull) announce(img *bundle.Image) error {
 		n.dropEarliest()
 	}
 	n.early[name] = p
+	// The server answers: if a pull of the image waits for that, it goes on with this one.
+	n.tryNow(name, 0)
 	n.mu.Unlock()
 	e.header = header
 	close(e.headed)

@@ -92,6 +92,7 @@ func (n *Node) holdMounted(name string, p *pull) *Held {
 	}
 	n.holds[img.ChainID]++
 	n.touch(img)
+	n.tryNow(name, n.opts.wantedRetry)
 	return &Held{
 		Ref:      img.Ref,
 		Digest:   img.Digest,

@@ -92,9 +92,10 @@ type Options struct {
 	NoReports    bool
 	ReportSample float64
 
-	earlyFor   time.Duration // the constant of that name when 0
-	firstRetry time.Duration // the same
-	warmFor    time.Duration // the constant of that name when 0
+	earlyFor    time.Duration // the constant of that name when 0
+	firstRetry  time.Duration // the same
+	wantedRetry time.Duration // the same
+	warmFor     time.Duration // the constant of that name when 0
 
 	// Listening, when set, is called when Serve's socket takes connections.
 	Listening func()
@@ -150,12 +151,12 @@ type Node struct {
 	rootfs     map[digest.Digest]*rootfs // by chain ID
 	lent       map[digest.Digest]*rootfs // lenders, by ID
 	containers map[string]*container
-	pulls      map[string]*pull         // by reference; the last one of each
-	waited     []*fetch.Waits           // of pulls that have ended, the last keptWaits
-	early      map[string]*pull         // by the reference that will claim them
-	removing   map[string]bool          // references that RemoveImage is at
-	retries    map[string]time.Duration // the last pause before a pull that failed was begun again, by reference; negative while it lasts
-	holds      map[digest.Digest]int    // what Hold keeps, by chain ID
+	pulls      map[string]*pull      // by reference; the last one of each
+	waited     []*fetch.Waits        // of pulls that have ended, the last keptWaits
+	early      map[string]*pull      // by the reference that will claim them
+	removing   map[string]bool       // references that RemoveImage is at
+	retries    map[string]*retry     // pulls that failed, by reference
+	holds      map[digest.Digest]int // what Hold keeps, by chain ID
 	warnings   []string
 	evicting   bool
 	later      bool          // collect is going to be called again
@@ -185,6 +186,9 @@ func New(opts Options) (_ *Node, err error) {
 	if opts.firstRetry == 0 {
 		opts.firstRetry = firstRetry
 	}
+	if opts.wantedRetry == 0 {
+		opts.wantedRetry = wantedRetry
+	}
 	if opts.earlyFor == 0 {
 		opts.earlyFor = earlyFor
 	}
@@ -210,7 +214,7 @@ func New(opts Options) (_ *Node, err error) {
 		pulls:      make(map[string]*pull),
 		early:      make(map[string]*pull),
 		removing:   make(map[string]bool),
-		retries:    make(map[string]time.Duration),
+		retries:    make(map[string]*retry),
 		metrics:    newMetrics(),
 		began:      beganNew,
 	}

@@ -220,7 +220,7 @@ func (p *pull) run() {
 	if err != nil {
 		p.happened(api.Failed, err)
 		if lacking != "" && !stopped {
-			n.retryLater(p.ref.name, lacking, brought)
+			n.retryLater(p.ref.name, lacking, brought, err)
 		}
 	} else {
 		p.happened(api.Complete, nil)

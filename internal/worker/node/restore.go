@@ -112,18 +112,21 @@ func (n *Node) restore(held map[string]*os.File) error {
 }
 
 // goOn starts the pulls of images that are not complete, by digest: a tag may
-// have moved. first is for pull.goesOn.
-func (n *Node) goOn(images []*image, first bool) {
+// have moved. first is for pull.goesOn. It returns the last pull, nil if that could
+// not be started.
+func (n *Node) goOn(images []*image, first bool) (p *pull) {
 	for _, img := range images {
 		n.log.Info("going on with the pull of an image", "ref", img.Ref, "digest", img.Digest)
 		req := api.PullRequest{
 			Ref: img.Ref, Platform: img.Platform, PlainHTTP: img.Plain,
 			Entrypoint: img.Entrypoint, Args: img.Args, NoStartup: img.NoStartup,
 		}
-		if _, err := n.startPull(req, img.Digest, first); err != nil {
+		var err error
+		if p, err = n.startPull(req, img.Digest, first); err != nil {
 			n.log.Warn("go on with the pull of an image", "ref", img.Ref, "error", err)
 		}
 	}
+	return p
 }
 
 // restored is what is read of an incomplete rootfs, for as long as it is needed.

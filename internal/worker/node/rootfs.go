@@ -603,6 +603,8 @@ func (b *backing) Need(ctx context.Context, off, n int64) error {
 		if f != nil {
 			return f.Need(ctx, b.arena, off, n)
 		}
+	} else {
+		b.n.wanted(b.r)
 	}
 	return b.arena.Wait(ctx, off, n)
 }
