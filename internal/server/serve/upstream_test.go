@@ -244,6 +244,25 @@ func TestBusyUpstream(t *testing.T) {
 	}
 }
 
+// The upstream's certificate and what vouches for it are renewed while the accelerator
+// runs.
+func TestUpstreamRenewsItsCertificate(t *testing.T) {
+	dir := t.TempDir()
+	cert, key := filepath.Join(dir, "cert.pem"), filepath.Join(dir, "key.pem")
+	certificate(t, cert, key, 1)
+	up := start(t, serve.Options{TLSCert: cert, TLSKey: key})
+	s := start(t, serve.Options{Root: t.TempDir(), Upstream: upstream.Options{URL: "https://" + up.Addr(), CA: cert, Pause: time.Millisecond}})
+	certificate(t, cert, key, 2) // before a connection is there
+	resp, err := http.Get("http://" + s.Addr() + "/v2/app/manifests/1")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	if resp.StatusCode != http.StatusNotFound {
+		t.Errorf("%s after the certificate was renewed, want 404: nothing has been pushed", resp.Status)
+	}
+}
+
 // Ingest reads a layer while it is downloaded: packs are written before its last
 // byte has come, and the other layers come meanwhile.
 func TestIngestStreams(t *testing.T) {

@@ -3,7 +3,6 @@ package upstream
 import (
 	"context"
 	"crypto/tls"
-	"crypto/x509"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -12,7 +11,6 @@ import (
 	"net"
 	"net/http"
 	"net/url"
-	"os"
 	"strconv"
 	"strings"
 	"sync"
@@ -57,36 +55,24 @@ func newClient(o Options) (*client, error) {
 	if err != nil {
 		return nil, err
 	}
-	config := &tls.Config{MinVersion: tls.VersionTLS12}
-	if o.CA != "" {
-		b, err := os.ReadFile(o.CA)
-		if err != nil {
-			return nil, fmt.Errorf("certificates that vouch for the upstream: %w", err)
-		}
-		if config.RootCAs, err = x509.SystemCertPool(); err != nil {
-			config.RootCAs = x509.NewCertPool()
-		}
-		if !config.RootCAs.AppendCertsFromPEM(b) {
-			return nil, fmt.Errorf("certificates that vouch for the upstream: %s has none in PEM form", o.CA)
-		}
-	}
 	dialer := &net.Dialer{Timeout: 10 * time.Second, KeepAlive: 15 * time.Second}
 	c := &client{base: base, prefix: prefix, pause: o.Pause, creds: credentialsOf(o.Auth), metrics: newMetrics()}
-	c.http = &http.Client{
-		Transport: &http.Transport{
-			Proxy:                 http.ProxyFromEnvironment,
-			DialContext:           dialer.DialContext,
-			TLSClientConfig:       config,
-			TLSHandshakeTimeout:   10 * time.Second,
-			ResponseHeaderTimeout: 30 * time.Second,
-			IdleConnTimeout:       90 * time.Second,
-			MaxIdleConnsPerHost:   16,
-			ForceAttemptHTTP2:     true,
-			// Blobs are compressed, and their length and digest are of what is sent.
-			DisableCompression: true,
-		},
-		CheckRedirect: redirect,
+	trust, err := trusting(&http.Transport{
+		Proxy:                 http.ProxyFromEnvironment,
+		DialContext:           dialer.DialContext,
+		TLSClientConfig:       &tls.Config{MinVersion: tls.VersionTLS12},
+		TLSHandshakeTimeout:   10 * time.Second,
+		ResponseHeaderTimeout: 30 * time.Second,
+		IdleConnTimeout:       90 * time.Second,
+		MaxIdleConnsPerHost:   16,
+		ForceAttemptHTTP2:     true,
+		// Blobs are compressed, and their length and digest are of what is sent.
+		DisableCompression: true,
+	}, o.CA)
+	if err != nil {
+		return nil, err
 	}
+	c.http = &http.Client{Transport: trust, CheckRedirect: redirect}
 	return c, nil
 }
 

@@ -31,6 +31,10 @@ type ClientOptions struct {
 	Base string
 	// TLS configures https; nil means the defaults.
 	TLS *tls.Config
+	// TLSNow, when not nil, returns what TLS has become: files that were replaced on the
+	// disk. It is called before the client connects again after a failure, and by Renew;
+	// nil keeps what was.
+	TLSNow func() *tls.Config
 	// FallBack makes a client whose server is named with https speak plain HTTP
 	// when it finds that the server does.
 	FallBack bool
@@ -292,9 +296,29 @@ func (c *shared) abandon(l *link) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.link == l && !c.closed {
-		c.link = c.newLink()
+		c.renewLink()
 	}
 	l.abandon()
+}
+
+// Renew makes new requests connect anew, by what TLSNow says. Streams go on.
+func (c *shared) Renew() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if !c.closed {
+		c.link.abandon()
+		c.renewLink()
+	}
+}
+
+// renewLink makes a new link, by what TLSNow says. mu is held.
+func (c *shared) renewLink() {
+	if c.opts.TLSNow != nil && c.way.scheme == "https" {
+		if t := c.opts.TLSNow(); t != nil {
+			c.opts.TLS = t
+		}
+	}
+	c.link = c.newLink()
 }
 
 // StatusError is a response that is not a success.

@@ -118,7 +118,7 @@ func (s *Set) For(ctx context.Context, w Want) ([]Host, error) {
 		if !f.Capabilities.Has(capabilities) {
 			continue
 		}
-		k, err := s.knownAs(f)
+		k, err := s.knownAs(f, w)
 		if err != nil {
 			return nil, fmt.Errorf("registry host %s: %w", f.Host, err)
 		}
@@ -252,10 +252,11 @@ func (f *found) base() string {
 
 // known is a host to which there may be a connection.
 type known struct {
-	found
-	client *fetch.Client
+	registry string // for which it was found first
+	client   *fetch.Client
 
 	mu    sync.Mutex
+	found // the last time
 	auths map[credentials.Credential]*hostAuth
 }
 
@@ -263,22 +264,48 @@ type known struct {
 // anew.
 const most = 64
 
-// knownAs returns the one client for a host that is configured like that.
-func (s *Set) knownAs(f found) (*known, error) {
+// knownAs returns the one client for a host that is configured like that. When what
+// its registry's configuration says about TLS is not what it was, such as
+// certificates that were renewed, the client connects anew.
+func (s *Set) knownAs(f found, w Want) (*known, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.closed {
 		return nil, errors.New("the daemon is stopping")
 	}
+	use := func(i int) *known {
+		k := s.known[i]
+		s.known = append(slices.Delete(s.known, i, i+1), k) // the last one is the youngest
+		return k
+	}
+	renewed := -1
 	for i, k := range s.known {
-		if k.base() == f.base() && k.fallBack == f.fallBack && sameHeader(k.Header, f.Header) && sameTLS(k.transport.TLSClientConfig, f.transport.TLSClientConfig) {
-			s.known = append(slices.Delete(s.known, i, i+1), k) // the last one is the youngest
-			return k, nil
+		if k.base() != f.base() || k.fallBack != f.fallBack || !sameHeader(k.Header, f.Header) {
+			continue
+		}
+		if sameTLS(k.transport.TLSClientConfig, f.transport.TLSClientConfig) {
+			return use(i), nil
+		}
+		if k.registry == w.Registry {
+			renewed = i
 		}
 	}
-	c, err := fetch.NewClient(fetch.ClientOptions{
+	if renewed >= 0 {
+		k := use(renewed)
+		k.forget()
+		k.mu.Lock()
+		k.found = f
+		k.mu.Unlock()
+		k.client.Renew()
+		return k, nil
+	}
+	again := Want{Registry: w.Registry, PlainHTTP: w.PlainHTTP} // what is kept has no credentials
+	k := &known{registry: w.Registry, found: f, auths: make(map[credentials.Credential]*hostAuth)}
+	var err error
+	k.client, err = fetch.NewClient(fetch.ClientOptions{
 		Base:     f.base(),
 		TLS:      f.transport.TLSClientConfig.Clone(),
+		TLSNow:   func() *tls.Config { return s.tlsNow(f, again) },
 		FallBack: f.fallBack,
 		Header:   f.Header,
 		Dial:     f.transport.DialContext,
@@ -287,13 +314,28 @@ func (s *Set) knownAs(f found) (*known, error) {
 	if err != nil {
 		return nil, err
 	}
-	k := &known{found: f, client: c, auths: make(map[credentials.Credential]*hostAuth)}
 	if len(s.known) == most {
 		s.known[0].forget()
 		s.known = slices.Delete(s.known, 0, 1) // pulls may use it: it ends with them
 	}
 	s.known = append(s.known, k)
 	return k, nil
+}
+
+// tlsNow reads what the configuration says now about a host that was found for w; nil
+// if that cannot be used, or the host is gone from it.
+func (s *Set) tlsNow(was found, w Want) *tls.Config {
+	all, err := s.find(context.Background(), w)
+	if err != nil {
+		s.opts.Logger.Warn("read the configuration of a registry host again; what it was is used on", "registry", w.Registry, "error", err)
+		return nil
+	}
+	for _, f := range all {
+		if f.base() == was.base() && f.fallBack == was.fallBack && sameHeader(f.Header, was.Header) {
+			return f.transport.TLSClientConfig
+		}
+	}
+	return nil
 }
 
 func sameHeader(a, b http.Header) bool {

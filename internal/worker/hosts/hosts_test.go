@@ -1,12 +1,15 @@
 package hosts
 
 import (
+	"bytes"
 	"crypto/tls"
+	"crypto/x509"
 	"encoding/json"
 	"encoding/pem"
 	"errors"
 	"fmt"
 	"io"
+	"log"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -365,6 +368,99 @@ func TestHeaderAndClientCertificate(t *testing.T) {
 	defer s.Close()
 	if err := post(t, s, credentials.Credential{}); err != nil {
 		t.Error(err)
+	}
+}
+
+// Certificates of both sides, and what vouches for the server's, are replaced while the
+// daemon runs: new pulls, and one that runs and connects again, use what is on the disk.
+func TestRenewedCertificates(t *testing.T) {
+	var mu sync.Mutex
+	var own tls.Certificate // the server's
+	var client []byte       // the one that it takes
+	handshakes := 0
+	srv := httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) { _, _ = io.Copy(w, req.Body) }))
+	srv.TLS = &tls.Config{
+		ClientAuth: tls.RequireAnyClientCert,
+		GetConfigForClient: func(*tls.ClientHelloInfo) (*tls.Config, error) {
+			mu.Lock()
+			defer mu.Unlock()
+			want := client
+			return &tls.Config{
+				Certificates: []tls.Certificate{own}, NextProtos: []string{"h2"}, ClientAuth: tls.RequireAnyClientCert,
+				VerifyPeerCertificate: func(raw [][]byte, _ [][]*x509.Certificate) error {
+					mu.Lock()
+					defer mu.Unlock()
+					if handshakes++; !bytes.Equal(raw[0], want) {
+						return errors.New("not this one any more")
+					}
+					return nil
+				},
+			}, nil
+		},
+	}
+	srv.Config.ErrorLog = log.New(io.Discard, "", 0)
+	srv.EnableHTTP2 = true
+	srv.StartTLS()
+	defer srv.Close()
+	dirs := t.TempDir()
+	write(t, filepath.Join(dirs, "r.example", "hosts.toml"), fmt.Sprintf("server = %q\nca = \"ca.pem\"\nclient = \"client.pem\"\n", srv.URL))
+	renew := func() {
+		t.Helper()
+		ours, theirs := testCert(t), testCert(t)
+		write(t, filepath.Join(dirs, "r.example", "client.pem"), string(ours))
+		write(t, filepath.Join(dirs, "r.example", "ca.pem"), string(theirs))
+		pair, err := tls.X509KeyPair(theirs, theirs)
+		if err != nil {
+			t.Fatal(err)
+		}
+		block, _ := pem.Decode(ours)
+		mu.Lock()
+		defer mu.Unlock()
+		own, client = pair, block.Bytes
+	}
+	renew()
+	s := New(Options{Dirs: dirs})
+	defer s.Close()
+	list, err := s.For(t.Context(), Want{Registry: "r.example", Repository: "a"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	running := func() error { return list[0].Client.Post(t.Context(), "/hydrofoil/v1/bundle", "hello", nil) }
+	if err := running(); err != nil {
+		t.Fatal(err)
+	}
+	renew()
+	srv.CloseClientConnections()
+	for range 3 { // a transport may find with the first request that its connection has gone, and with the second what it has to show
+		if err = running(); err == nil {
+			break
+		}
+	}
+	if err != nil {
+		t.Errorf("a pull that runs: %v", err)
+	}
+	renew()
+	before := handshakes
+	if err := post(t, s, credentials.Credential{}); err != nil {
+		t.Errorf("a new pull: %v", err)
+	}
+	if handshakes == before {
+		t.Error("a new pull uses the connection of before")
+	}
+	before = handshakes
+	if err := running(); err != nil || handshakes != before || len(s.known) != 1 {
+		t.Errorf("after a new pull: %v, %d connections, %d clients", err, handshakes-before, len(s.known))
+	}
+	// Files that are just being written.
+	write(t, filepath.Join(dirs, "r.example", "client.pem"), "-----BEGIN")
+	srv.CloseClientConnections()
+	for range 3 {
+		if err = running(); err == nil {
+			break
+		}
+	}
+	if err != nil {
+		t.Errorf("while files are being replaced: %v", err)
 	}
 }
 
