@@ -6,13 +6,13 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
-	"net"
 	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"strconv"
 	"strings"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -51,7 +51,7 @@ func TestEndToEnd(t *testing.T) {
 		Setup: func(env *testscript.Env) error {
 			root := filepath.Join(env.WorkDir, "root")
 			env.Setenv("FOIL_ROOT", root)
-			env.Setenv("SERVER", freePort(t))
+			env.Setenv("SERVER", freePort())
 			env.Setenv("TZ", "UTC")
 			env.Setenv("PATH", bin+string(filepath.ListSeparator)+env.Getenv("PATH"))
 			env.Values[processes{}] = make(map[string]*process)
@@ -77,7 +77,7 @@ func TestEndToEnd(t *testing.T) {
 					"oci:"+ts.MkAbs(args[0])+":latest", "docker://"+ts.Getenv("SERVER")+"/"+args[1]))
 			},
 			"until": func(ts *testscript.TestScript, _ bool, args []string) {
-				deadline := time.Now().Add(30 * time.Second)
+				deadline := time.Now().Add(patience)
 				for ts.Exec(args[0], args[1:]...) != nil {
 					if time.Now().After(deadline) {
 						ts.Fatalf("%s never succeeds", strings.Join(args, " "))
@@ -114,15 +114,20 @@ func needHost(t *testing.T) (busybox string) {
 	return busybox
 }
 
-func freePort(t *testing.T) string {
-	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.Close()
-	return l.Addr().String()
+// ports counts what freePort has given away.
+var ports atomic.Uint32
+
+// freePort returns an address for a server that is started later, and again: on a
+// loopback address of this process's own, and below the ports that kernels choose
+// from. Of a port that was free a moment ago somebody else may be the owner by then.
+func freePort() string {
+	pid := os.Getpid()
+	return fmt.Sprintf("127.%d.%d.%d:%d", 64+pid>>16&63, pid>>8&255, pid&255, 10_000+ports.Add(1))
 }
+
+// patience is how long something may take before it is called hung. Nothing that
+// works waits so long, also on a machine with much else to do.
+const patience = 2 * time.Minute
 
 // processes is the key of a script's background processes.
 type processes struct{}
@@ -156,7 +161,7 @@ func start(ts *testscript.TestScript, args []string) {
 	ts.Defer(func() {
 		p.end(ts, syscall.SIGTERM)
 	})
-	for deadline := time.Now().Add(20 * time.Second); ; time.Sleep(10 * time.Millisecond) {
+	for deadline := time.Now().Add(patience); ; time.Sleep(10 * time.Millisecond) {
 		if answers(args[1], ts.Getenv("SERVER"), ts.Getenv("FOIL_ROOT")) {
 			return
 		}
@@ -207,7 +212,7 @@ func (p *process) end(ts *testscript.TestScript, sig syscall.Signal) {
 	_ = p.cmd.Process.Signal(sig)
 	select {
 	case <-p.ended:
-	case <-time.After(20 * time.Second):
+	case <-time.After(patience):
 		_ = p.cmd.Process.Kill()
 		<-p.ended
 		ts.Logf("it did not end on %s:\n%s", sig, ts.ReadFile(p.log))
@@ -236,7 +241,7 @@ func endWorker(t *testing.T, root string) {
 			if err := syscall.Kill(pid, syscall.SIGKILL); err != nil && !errors.Is(err, syscall.ESRCH) {
 				t.Errorf("kill %s %d: %v", command, pid, err)
 			}
-			for deadline := time.Now().Add(10 * time.Second); syscall.Kill(pid, 0) == nil && time.Now().Before(deadline); {
+			for deadline := time.Now().Add(patience); syscall.Kill(pid, 0) == nil && time.Now().Before(deadline); {
 				time.Sleep(5 * time.Millisecond)
 			}
 		}

@@ -19,6 +19,7 @@ import (
 	"runtime"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -189,14 +190,17 @@ func startServerAt(t testing.TB, root, addr string) *server {
 	return s
 }
 
+// ports counts what freeAddr has given away.
+var ports atomic.Uint32
+
+// freeAddr returns an address for a process that is started later, and again: on
+// a loopback address of this test binary's own, and below the ports that kernels
+// choose from. Of a port that was free a moment ago somebody else may have become
+// the owner, among them the tests of another package.
 func freeAddr(t testing.TB) string {
 	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.Close()
-	return l.Addr().String()
+	pid := os.Getpid()
+	return fmt.Sprintf("127.%d.%d.%d:%d", 64+pid>>16&63, pid>>8&255, pid&255, 10_000+ports.Add(1))
 }
 
 // worker is a running `foil node`.
