@@ -137,7 +137,7 @@ type Whole interface{ Whole() }
 
 // Teller is a worker that says how a start went.
 type Teller interface {
-	// Tell notes on the trial which reads waited until ready, and what was written.
+	// Tell notes on the trial which reads waited, and what was written until ready.
 	Tell(ctx context.Context, t *Trial) error
 }
 

@@ -184,6 +184,7 @@ type foilWorker struct {
 
 	daemon *site.Process
 	since  time.Time // the last provisioning began
+	ref    string    // what it is of
 	events *events   // of the last foil run
 	run    *site.Process
 	trees  int // mounted so far
@@ -263,7 +264,7 @@ func (w *foilWorker) Provision(ctx context.Context, im Image, t *Trial) (*Contai
 	if len(im.Command) > 0 {
 		args = append(append(args, "--"), im.Command...)
 	}
-	w.since = time.Now()
+	w.since, w.ref = time.Now(), im.Ref
 	w.run, err = w.site.Start(link.Edge, []*os.File{write}, w.foil, args...)
 	write.Close()
 	if err != nil {
@@ -326,11 +327,28 @@ func (w *foilWorker) Complete(ctx context.Context, im Image, t *Trial) error {
 // Tell notes what the event ready says, or exited if the container ended before.
 func (w *foilWorker) Tell(ctx context.Context, t *Trial) error {
 	event, err := w.ready(ctx)
-	if err == nil {
-		t.ArenaReady(event.ArenaBytes)
-		t.Waits(event.Waits, time.Duration(event.Waited*float64(time.Second)))
+	if err != nil {
+		return err
 	}
-	return err
+	t.ArenaReady(event.ArenaBytes)
+	t.Waits(event.Waits, time.Duration(event.Waited*float64(time.Second)))
+	return w.tellReads(ctx, w.ref, t)
+}
+
+// tellReads notes on the trial when reads waited for an image.
+func (w *foilWorker) tellReads(ctx context.Context, ref string, t *Trial) error {
+	client := api.Dial(w.root)
+	defer client.Close()
+	report, err := client.PullReport(ctx, ref)
+	if err != nil {
+		// Builds that are compared with this one may be older than the question.
+		if strings.Contains(err.Error(), "405 Method Not Allowed") {
+			return nil
+		}
+		return fmt.Errorf("bench: ask which reads of %s waited: %w", ref, err)
+	}
+	t.Reads(report.Reads)
+	return nil
 }
 
 // ready waits for the event of that name.

@@ -68,7 +68,8 @@ const mirrorAddr = "127.0.0.1:598"
 type hosted struct {
 	*foilWorker
 	containerd *containerdWorker
-	complete   chan Point // of the last provisioning: when nothing was missing
+	last       Image      // that was provisioned
+	complete   chan Point // of it: when nothing was missing
 }
 
 // newHosted makes a daemon for a containerd, and tells that of it.
@@ -121,7 +122,7 @@ func (h *hosted) image(ctx context.Context, client *api.Client, im Image) (image
 
 // watch begins to look, until ctx ends, when an image is complete.
 func (h *hosted) watch(ctx context.Context, im Image, t *Trial) {
-	h.complete = make(chan Point, 1)
+	h.last, h.complete = im, make(chan Point, 1)
 	go func(complete chan<- Point) {
 		client := api.Dial(h.root)
 		defer client.Close()
@@ -152,6 +153,21 @@ func (h *hosted) Complete(ctx context.Context, im Image, t *Trial) error {
 	case <-ctx.Done():
 		return fmt.Errorf("bench: wait until %s is complete: %w%s", im.Ref, context.Cause(ctx), h.daemon.Said())
 	}
+}
+
+// Tell notes when reads waited, and of those that are told how many did until ready.
+func (h *hosted) Tell(ctx context.Context, t *Trial) error {
+	client := api.Dial(h.root)
+	defer client.Close()
+	image, ok := h.image(ctx, client, h.last)
+	if !ok {
+		return fmt.Errorf("bench: the worker does not have %s (%s)%s", h.last.Ref, h.last.Built.Digest, h.daemon.Said())
+	}
+	if err := h.tellReads(ctx, image.Ref, t); err != nil {
+		return err
+	}
+	t.waitsUntilReady()
+	return nil
 }
 
 // Check sees to it that the image came lazily, and has every byte verified if none
@@ -209,6 +225,8 @@ func (w *hostedWorker) Provision(ctx context.Context, im Image, t *Trial) (*Cont
 func (w *hostedWorker) Complete(ctx context.Context, im Image, t *Trial) error {
 	return w.foil.Complete(ctx, im, t)
 }
+
+func (w *hostedWorker) Tell(ctx context.Context, t *Trial) error { return w.foil.Tell(ctx, t) }
 
 func (w *hostedWorker) Check(ctx context.Context, im Image, complete bool) error {
 	return errors.Join(w.containerdWorker.Check(ctx, im, complete), w.foil.Check(ctx, im, complete))

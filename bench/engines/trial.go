@@ -14,6 +14,7 @@ import (
 
 	"hydrofoil.dev/foil/bench/link"
 	"hydrofoil.dev/foil/bench/site"
+	"hydrofoil.dev/foil/internal/worker/api"
 )
 
 // Mark names a moment of a trial.
@@ -51,6 +52,7 @@ type Trial struct {
 	marks  map[Mark]Point
 	waits  int64
 	waited time.Duration
+	reads  []Read
 	arena  int64
 
 	quit, gone chan struct{}
@@ -127,6 +129,34 @@ func (t *Trial) Waits(n int64, sum time.Duration) {
 	t.waits, t.waited = n, sum
 }
 
+// Reads notes which reads had to wait, of those that did the first ones: what began
+// before the trial is none of it.
+func (t *Trial) Reads(reads []api.Read) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.reads = nil
+	for _, r := range reads {
+		began := r.Began.Sub(t.began)
+		if began < 0 {
+			continue
+		}
+		t.reads = append(t.reads, Read{Began: began, Took: time.Duration(r.Took * float64(time.Second)), Path: r.Path, Page: r.Page, Pages: r.Pages, Planned: r.Planned})
+	}
+}
+
+// waitsUntilReady takes the number and sum of waits from the reads that are noted.
+func (t *Trial) waitsUntilReady() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.waits, t.waited = 0, 0
+	for _, r := range t.reads {
+		if ready, ok := t.marks[Ready]; ok && r.Began+r.Took <= ready.Time {
+			t.waits++
+			t.waited += r.Took
+		}
+	}
+}
+
 // ArenaReady notes how many bytes of contents had been written to the worker's
 // disk when the container was ready.
 func (t *Trial) ArenaReady(n int64) {
@@ -193,6 +223,22 @@ type Outcome struct {
 	// Floor.Touched, how much more was written than read.
 	ArenaReady int64   `json:"arena_bytes_ready,omitempty"`
 	Timeline   []Point `json:"timeline,omitempty"`
+	// Reads are the first that had to wait, at most 256, in the order in which they
+	// began to, also after ready, if the engine tells; results of before 2026-11-22 have none.
+	Reads []Read `json:"reads,omitempty"`
+}
+
+// Read is one read that had to wait.
+type Read struct {
+	Began time.Duration `json:"began_ns"` // since the command, as Point.Time
+	Took  time.Duration `json:"took_ns"`
+	// Path is a file of the image, Page the first of the Pages of 4 KiB of it that
+	// were read.
+	Path  string `json:"path,omitempty"`
+	Page  int64  `json:"page"`
+	Pages int64  `json:"pages"`
+	// Planned: what it waited for was in no startup set.
+	Planned bool `json:"planned,omitempty"`
 }
 
 // End ends a trial. Clients are the IDs of commands that still run.
@@ -201,7 +247,7 @@ func (t *Trial) End(clients ...int) Outcome {
 	close(t.quit)
 	<-t.gone
 	o.Marks, o.Waits, o.Waited, o.ArenaReady = t.marks, t.waits, t.waited, t.arena
-	o.Timeline = thin(t.line, 400)
+	o.Timeline, o.Reads = thin(t.line, 400), t.reads
 	return o
 }
 

@@ -5,7 +5,10 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/go-cmp/cmp"
 	"pgregory.net/rapid"
+
+	"hydrofoil.dev/foil/internal/worker/api"
 )
 
 // Thinned lines keep their ends and their shape: never off by more than a step
@@ -38,6 +41,27 @@ func TestThin(t *testing.T) {
 	})
 	if thin(nil, 50) != nil {
 		t.Error("something is left of nothing")
+	}
+}
+
+// Reads are told on the clock of the trial.
+func TestReads(t *testing.T) {
+	trial := &Trial{began: time.Now(), marks: map[Mark]Point{Ready: {Time: time.Second}}}
+	at := func(ms int, took float64) api.Read {
+		return api.Read{Began: trial.began.Add(time.Duration(ms) * time.Millisecond).Round(0), Took: took, Path: "/x", Page: 1, Pages: 2, Planned: true}
+	}
+	trial.Reads([]api.Read{at(-5, 1), at(100, 0.25), at(900, 0.5), at(1500, 0.125)})
+	want := []Read{
+		{100 * time.Millisecond, 250 * time.Millisecond, "/x", 1, 2, true},
+		{900 * time.Millisecond, 500 * time.Millisecond, "/x", 1, 2, true},
+		{1500 * time.Millisecond, 125 * time.Millisecond, "/x", 1, 2, true},
+	}
+	if diff := cmp.Diff(want, trial.reads); diff != "" {
+		t.Error(diff)
+	}
+	trial.waitsUntilReady()
+	if n, sum := trial.Waited(); n != 1 || sum != 250*time.Millisecond {
+		t.Errorf("%d waited %v until ready", n, sum)
 	}
 }
 

@@ -598,7 +598,7 @@ func (m *model) timelines(rate int64) (s section, err error) {
 	rtt := m.typicalRTT()
 	s = section{
 		ID: fmt.Sprintf("timelines-%s", rateName(rate)), Title: fmt.Sprintf("The line during one run, %s, %d ms", rateText(rate), rtt.Milliseconds()),
-		Text: "What has come down the line since the command, in the run whose time to ready is the median. Dots are when the container was ready; strokes across a line when the worker asked for something, counted from the packets: a new connection or request, which somebody may have waited for.",
+		Text: "What has come down the line since the command, in the run whose time to ready is the median. Dots are when the container was ready; strokes across a line when the worker asked for something, counted from the packets: a new connection or request, which somebody may have waited for. Pale pieces of a line are when reads of the container waited, of engines that tell; the figure of such a start by itself has a bar for each read.",
 	}
 	for _, image := range m.Matrix.Images {
 		for _, kind := range m.kinds() {
@@ -647,6 +647,15 @@ func (m *model) timelines(rate int64) (s section, err error) {
 					return s, fmt.Errorf("bench: draw %s: %w", f.File, err)
 				}
 				l.Color, l.Width, l.Dashes = colour(e), vg.Points(1.8), dashes(e)
+				for _, piece := range pieces(xys, merged(r.Reads, limit)) {
+					pale, err := plotter.NewLine(piece)
+					if err != nil {
+						return s, fmt.Errorf("bench: draw %s: %w", f.File, err)
+					}
+					c := colour(e)
+					pale.Color, pale.Width = color.NRGBA{c.R, c.G, c.B, 70}, vg.Points(9)
+					p.Add(pale)
+				}
 				p.Add(l)
 				if len(asked) > 0 {
 					strokes, err := plotter.NewScatter(asked)
@@ -679,6 +688,18 @@ func (m *model) timelines(rate int64) (s section, err error) {
 				return s, err
 			}
 			s.Figures = append(s.Figures, f)
+			for _, e := range m.engines {
+				r, ok := m.middle(cell{e, image, kind, rtt, rate})
+				if !ok || len(before(r.Reads, r.Marks[engines.Ready].Time)) == 0 || len(r.Timeline) < 2 {
+					continue
+				}
+				f := m.figure(fmt.Sprintf("start-%s-%s-%s", image, kind, rateName(rate)), fmt.Sprintf("%s, %s: one start with %s", image, kind, label(e)))
+				if f, err = drawStart(f, e, r); err != nil {
+					return s, err
+				}
+				s.Figures = append(s.Figures, f)
+				break
+			}
 		}
 	}
 	return s, nil

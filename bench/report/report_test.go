@@ -70,6 +70,12 @@ func made() results.Everything {
 								r.Marks[mark] = p
 							}
 							r.Waits, r.Waited, r.ArenaReady = 7, 300*time.Millisecond, 15e6
+							r.Reads = []engines.Read{
+								{Began: ready / 3, Took: 80 * time.Millisecond, Path: "/usr/bin/redis-server", Page: 7, Pages: 2},
+								{Began: ready / 2, Took: 150 * time.Millisecond, Path: "/usr/lib/<libc>.so.6", Page: 3, Pages: 1, Planned: true},
+								{Began: ready/2 + 10*time.Millisecond, Took: 70 * time.Millisecond, Pages: 1, Planned: true},
+								{Began: 2 * ready, Took: time.Second, Path: "/late", Pages: 1, Planned: true},
+							}
 							r.Load = &workloads.Load{Tool: "redis-benchmark", Rate: 20000, P99: 2 * time.Millisecond, Seconds: []workloads.Second{{End: time.Second, Rate: 15000, Average: time.Millisecond}, {End: 2 * time.Second, Rate: 25000, Average: 500 * time.Microsecond}}}
 						}
 						if engine == "nydus" {

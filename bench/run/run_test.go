@@ -289,6 +289,9 @@ func TestEndToEnd(t *testing.T) {
 		if r.Engine == "hydrofoil" && r.Kind == results.Fresh && (r.ArenaReady < 100<<10 || r.Touched < 100<<10) {
 			t.Errorf("%s: %d bytes in arenas at ready, %d touched", r.Key, r.ArenaReady, r.Touched)
 		}
+		if r.Waits > 0 && len(r.Reads) == 0 || len(r.Reads) > 0 && (r.Reads[0].Path == "" || r.Reads[0].Began > quiet.Time) {
+			t.Errorf("%s: %d reads waited, of which are told %+v", r.Key, r.Waits, r.Reads)
+		}
 		// One question on the connection that is kept, also if it is containerd that is
 		// asked to pull; else one for each of the manifest, the config and the layer.
 		if pulled := r.Marks[engines.Pulled]; strings.HasPrefix(r.Engine, "hydrofoil") {
