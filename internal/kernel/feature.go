@@ -74,6 +74,7 @@ var table = []probed{
 	{FeatureFUSE, false, "Linux 2.6.14", "load the module (modprobe fuse)", probeFUSE},
 	{"FUSE passthrough", false, "Linux 6.9", "use Linux 6.9 or newer with CONFIG_FUSE_PASSTHROUGH", probePassthrough},
 	{"loop devices", false, "Linux 2.6", "load the module (modprobe loop)", probeLoop},
+	{"TCP with BBR", false, "Linux 4.9", BBRFix, probeBBR},
 }
 
 // Features tries every feature once and returns them in a fixed order. root is

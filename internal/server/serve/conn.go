@@ -9,6 +9,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"hydrofoil.dev/foil/internal/kernel"
 )
 
 // notSent is how many bytes a connection's socket takes beyond what is in
@@ -16,10 +18,13 @@ import (
 // would wait behind them.
 const notSent = 128 << 10
 
-// listener prepares the connections that it accepts. It takes back those that a
+// listener prepares the connections that it accepts, which BBR controls where the
+// kernel has it: what a warm-up has taught one, it still knows when the pull comes
+// (kernel.UseBBR). It takes back those that a
 // stream took over from the HTTP server, and hands them out again.
 type listener struct {
 	*net.TCPListener
+	others error // why BBR does not control them, or nil
 	next   chan accepted
 	back   chan net.Conn
 	closed chan struct{}
@@ -33,7 +38,8 @@ type accepted struct {
 }
 
 func newListener(l *net.TCPListener) *listener {
-	x := &listener{TCPListener: l, next: make(chan accepted), back: make(chan net.Conn), closed: make(chan struct{})}
+	// Asked once: with the right privileges each try may load a module.
+	x := &listener{TCPListener: l, others: kernel.UseBBR(l), next: make(chan accepted), back: make(chan net.Conn), closed: make(chan struct{})}
 	x.ended.Go(func() {
 		for {
 			c, err := x.accept()

@@ -46,6 +46,38 @@ func TestListenerTunesConnections(t *testing.T) {
 	}
 }
 
+// BBR controls what is accepted, if this host has it, whatever its default is.
+func TestListenerChoosesBBR(t *testing.T) {
+	plain, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	raw, err := plain.(*net.TCPListener).SyscallConn()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if cerr := raw.Control(func(fd uintptr) {
+		err = unix.SetsockoptString(int(fd), unix.IPPROTO_TCP, unix.TCP_CONGESTION, "reno")
+	}); cerr != nil || err != nil {
+		t.Fatal(cerr, err)
+	}
+	l := newListener(plain.(*net.TCPListener))
+	defer l.Close()
+	client, err := net.Dial("tcp", l.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer client.Close()
+	c, err := l.Accept()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	if chosen := pacerOf(withPacer(t.Context(), c)) != nil; chosen != (l.others == nil) {
+		t.Errorf("controlled by BBR: %t; %v", chosen, l.others)
+	}
+}
+
 // What is given back is handed out again; after Close it is closed.
 func TestListenerGivesBack(t *testing.T) {
 	plain, err := net.Listen("tcp", "127.0.0.1:0")

@@ -30,6 +30,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	format "hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/kernel"
 	"hydrofoil.dev/foil/internal/metrics"
 	"hydrofoil.dev/foil/internal/server/bundles"
 	"hydrofoil.dev/foil/internal/server/catalog"
@@ -261,6 +262,9 @@ func (s *Server) listen(ctx context.Context) error {
 		return err
 	}
 	s.plain = newListener(l.(*net.TCPListener))
+	if s.plain.others != nil && kernel.IdleRestart() {
+		s.log.Warn("idle connections lose their rate", "error", s.plain.others, "fix", kernel.BBRFix)
+	}
 	s.listener = s.plain
 	if s.opts.TLSCert != "" {
 		pair := &keyPair{cert: s.opts.TLSCert, key: s.opts.TLSKey}
