@@ -37,6 +37,18 @@ type planned struct {
 	set []ranked // by need
 }
 
+// Each run of a set costs a digest, a write and, on its way into the page cache, a question to the gate,
+// and a service goes back and forth between its files. So what lies together goes together, as far as
+// nobody waits much longer for it: once togetherFrom bytes of pages have gone, those of the next eighth as much
+// are in the order of their places, and go in frames that are larger than the first, in which they take
+// less. A set of 165 MB (PyTorch) had 10,800 runs and takes 60.7 MB with their digests when all is in the order of need;
+// 6,400 and 60.0 MB like this; 6,800 and 61.4 with small frames.
+const (
+	togetherFrom   = 8 << 20
+	togetherShare  = 8
+	togetherTarget = 1 << 20 // of frames, bytes of pages
+)
+
 // lay puts the pages of services into frames: those that the same services have
 // are together, in the order of need, and none is twice. Services get the frames
 // they have, in the order in which they need them first; the common set, what
@@ -56,6 +68,7 @@ func lay(services []planned, t *toc.TOC) *Store {
 		ranked // at: the soonest
 		needs  []uint32
 	}
+	byPlace := func(a, b piece) int { return cmp.Or(cmp.Compare(a.Content, b.Content), cmp.Compare(a.First, b.First)) }
 	classes := map[uint64][]piece{}
 	sweep(spans, func(r trace.Run, of []span) {
 		mask := uint64(0)
@@ -81,12 +94,21 @@ func lay(services []planned, t *toc.TOC) *Store {
 	var common []need
 	for _, mask := range masks {
 		list := classes[mask]
-		slices.SortFunc(list, func(a, b piece) int {
-			return cmp.Or(cmp.Compare(a.at, b.at), cmp.Compare(a.Content, b.Content), cmp.Compare(a.First, b.First))
-		})
+		slices.SortFunc(list, func(a, b piece) int { return cmp.Or(cmp.Compare(a.at, b.at), byPlace(a, b)) })
+		for from, at := 0, int64(0); from < len(list); {
+			end, next := from, at
+			for ; end < len(list) && (next < togetherFrom || next-at < at/togetherShare); end++ {
+				_, n := list[end].Range(t.Contents[list[end].Content].Size)
+				next += n
+			}
+			if at >= togetherFrom {
+				slices.SortFunc(list[from:end], byPlace)
+			}
+			from, at = end, next
+		}
 		var open []trace.Run
 		var first []uint32 // by service of the mask
-		raw := int64(0)
+		raw, gone := int64(0), int64(0)
 		closeFrame := func() {
 			if len(open) == 0 {
 				return
@@ -104,11 +126,15 @@ func lay(services []planned, t *toc.TOC) *Store {
 			if 2*bits.OnesCount64(mask) >= len(services) {
 				common = append(common, need{f, slices.Min(first)})
 			}
-			open, first, raw = open[:0], nil, 0
+			open, first, raw, gone = open[:0], nil, 0, gone+raw
 		}
 		for _, p := range list {
 			for from := p.First; from < p.End(); {
-				room := uint32((frameTarget - raw) / trace.BlockSize)
+				target := int64(frameTarget)
+				if gone >= togetherFrom {
+					target = togetherTarget
+				}
+				room := uint32((target - raw) / trace.BlockSize)
 				if room == 0 {
 					closeFrame()
 					continue

@@ -99,8 +99,8 @@ type Options struct {
 	// Attempts is how often one frame may arrive damaged, or the server break
 	// the protocol without a frame in between, before the pull fails; 0 means 3.
 	Attempts int
-	// SyncEvery and SyncBytes (of contents written) are when arenas are synced
-	// on the way; 0 means 5 seconds and 64 MiB.
+	// SyncEvery and SyncBytes (of contents written, startup sets not counted) are when
+	// arenas are synced on the way; 0 means 5 seconds and 64 MiB.
 	SyncEvery time.Duration
 	SyncBytes int64
 	// Workers is how many frames are decoded and written at a time; 0 means GOMAXPROCS.
@@ -200,7 +200,7 @@ type Pull struct {
 	resumes    atomic.Int64
 	promotions atomic.Int64 // frames asked for ahead of their turn
 	stored     atomic.Int64 // bytes of contents that were written
-	unsync     atomic.Int64 // bytes of contents since the last sync
+	unsync     atomic.Int64 // bytes of frames of the plan, decoded, since the last sync
 	pagesMoved atomic.Int64 // bytes of frames of startup sets
 	pagesRaw   atomic.Int64 // bytes of the page runs in them that were written
 	pagesTotal atomic.Int64 // what pagesRaw will be

@@ -100,7 +100,7 @@ func (p *Pull) write(j job, raw []byte) []byte {
 	return raw
 }
 
-// wrote counts bytes of contents that were written.
+// wrote counts bytes of contents that were written from frames of the plan.
 func (p *Pull) wrote(n int64) {
 	p.stored.Add(n)
 	if p.unsync.Add(n) >= p.opts.SyncBytes {

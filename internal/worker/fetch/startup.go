@@ -124,8 +124,11 @@ func (p *Pull) writePages(j job, raw []byte) []byte {
 	if p.opts.Pages != nil && len(here) > 0 {
 		p.opts.Pages(j.set.Index, j.set.Origin, here)
 	}
+	// The pages wait for the next sync that is due by time or for other bytes: it costs
+	// the processors and the disk about as much as writing them did, while a start is
+	// short of both.
 	p.pagesRaw.Add(written)
-	p.wrote(written)
+	p.stored.Add(written)
 	if len(wrong) > 0 {
 		s.tornPages(j.frame, wrong, err)
 		return raw

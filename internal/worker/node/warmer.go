@@ -116,7 +116,9 @@ func (p *pull) warmLocked() {
 			p.n.mu.Lock()
 			a := l.r.arena
 			p.n.mu.Unlock()
-			for _, run := range runs {
+			// What has queued up are pieces of the same tables, in the order of need: one read,
+			// and one question to the gate, for what lies together.
+			for _, run := range trace.Merge(runs) {
 				if a == nil || p.ctx.Err() != nil {
 					break
 				}
