@@ -44,13 +44,25 @@ func Dial(path string) *Client {
 		c.root, c.socket = "", path
 	}
 	c.http = &http.Client{Transport: &http.Transport{
-		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
-			var d net.Dialer
-			return d.DialContext(ctx, "unix", c.socket)
-		},
+		DialContext:        func(ctx context.Context, _, _ string) (net.Conn, error) { return c.dial(ctx) },
 		DisableCompression: true,
 	}}
 	return c
+}
+
+func (c *Client) dial(ctx context.Context) (net.Conn, error) {
+	var d net.Dialer
+	return d.DialContext(ctx, "unix", c.socket)
+}
+
+// listens returns the error that a request would if nobody listens on the socket.
+// It costs no request: a start waits for it.
+func (c *Client) listens(ctx context.Context) error {
+	conn, err := c.dial(ctx)
+	if err != nil {
+		return c.dialError(ctx, "connect", err)
+	}
+	return conn.Close()
 }
 
 // Close closes idle connections. Requests that run are not disturbed.

@@ -31,8 +31,8 @@ type EnsureOptions struct {
 // startTail is how much of the log an error quotes, in bytes.
 const startTail = 2048
 
-// EnsureDaemon returns a client of the daemon at root, which answers, and starts
-// that daemon when none does: in a session of its own, so that it outlives the
+// EnsureDaemon returns a client of the daemon at root, and starts that daemon when
+// nobody listens on its socket: in a session of its own, so that it outlives the
 // command and its terminal, with its output in LogPath(root). Commands that
 // start at the same time start one daemon between them. When the daemon ends
 // instead of answering, the error quotes the end of its log.
@@ -42,7 +42,7 @@ func EnsureDaemon(ctx context.Context, root string, opts EnsureOptions) (*Client
 		return nil, fmt.Errorf("start a daemon: %w", err)
 	}
 	c := Dial(root)
-	if _, err := c.Status(ctx); !isNoDaemon(err) {
+	if err := c.listens(ctx); !isNoDaemon(err) {
 		return orClose(c, err)
 	}
 	if err := os.MkdirAll(filepath.Join(root, "run"), 0o700); err != nil {
@@ -61,7 +61,7 @@ func EnsureDaemon(ctx context.Context, root string, opts EnsureOptions) (*Client
 	}
 	defer lock.Close()
 	// Another command may have started it while this one waited for the lock.
-	if _, err := c.Status(limit); !isNoDaemon(err) {
+	if err := c.listens(limit); !isNoDaemon(err) {
 		return orClose(c, err)
 	}
 	return orClose(c, start(limit, c, root, opts.Command))
