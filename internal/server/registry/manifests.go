@@ -59,7 +59,7 @@ func (r *Registry) putManifest(w http.ResponseWriter, req *http.Request, name, a
 		tags = []string{tag}
 	} else {
 		for _, t := range req.URL.Query()["tag"] {
-			if !tagPattern.MatchString(t) {
+			if !ValidTag(t) {
 				return errorf(manifestInvalid, "%q is no tag: it wants at most 128 of a-z A-Z 0-9 . _ -", t)
 			}
 			tags = append(tags, t)

@@ -7,18 +7,25 @@ import (
 	"github.com/opencontainers/go-digest"
 )
 
-// As the distribution-spec has them.
+// As the distribution-spec has them, but for lengths: a pattern is compiled whenever
+// any command of foil begins, and one with 128 repetitions to as many states.
 var (
 	namePattern = regexp.MustCompile(`^[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*(/[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*)*$`)
-	tagPattern  = regexp.MustCompile(`^[a-zA-Z0-9_][a-zA-Z0-9._-]{0,127}$`)
+	tagPattern  = regexp.MustCompile(`^[a-zA-Z0-9_][a-zA-Z0-9._-]*$`)
 )
+
+// ValidName reports whether name is a repository's, of whatever length.
+func ValidName(name string) bool { return namePattern.MatchString(name) }
+
+// ValidTag reports whether tag is one.
+func ValidTag(tag string) bool { return len(tag) <= 128 && tagPattern.MatchString(tag) }
 
 // maxName leaves room for the registry's own name in the 255 bytes that many
 // clients allow for both.
 const maxName = 229
 
 func checkName(name string) error {
-	if len(name) > maxName || !namePattern.MatchString(name) {
+	if len(name) > maxName || !ValidName(name) {
 		return errorf(nameInvalid, "%q is no repository name: it wants lower-case words of a-z 0-9 joined by . _ - and /, at most %d bytes", name, maxName)
 	}
 	return nil
@@ -44,7 +51,7 @@ func parseDigest(s string) (digest.Digest, error) {
 
 // parseReference reads a tag or a digest; the other one is empty.
 func parseReference(s string) (tag string, d digest.Digest, err error) {
-	if tagPattern.MatchString(s) {
+	if ValidTag(s) {
 		return s, "", nil
 	}
 	d, err = parseDigest(s)

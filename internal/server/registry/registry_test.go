@@ -324,6 +324,7 @@ func TestErrors(t *testing.T) {
 		{"HEAD", "/v2/r/manifests/x", 404, ""},
 		{"GET", "/v2/r/manifests/" + d.String(), 404, "MANIFEST_UNKNOWN"},
 		{"GET", "/v2/r/manifests/-x", 400, "MANIFEST_INVALID"},
+		{"GET", "/v2/r/manifests/" + strings.Repeat("x", 128), 404, "MANIFEST_UNKNOWN"},
 		{"GET", "/v2/r/manifests/" + strings.Repeat("x", 129), 400, "MANIFEST_INVALID"},
 		{"DELETE", "/v2/r/manifests/x", 404, "MANIFEST_UNKNOWN"},
 		{"DELETE", "/v2/none/manifests/" + d.String(), 404, "MANIFEST_UNKNOWN"},

@@ -141,7 +141,7 @@ func interrupt(w http.ResponseWriter) func() {
 	}
 }
 
-var contentRange = regexp.MustCompile(`^([0-9]{1,18})-([0-9]{1,18})$`)
+var contentRange = regexp.MustCompile(`^([0-9]+)-([0-9]+)$`)
 
 // receive adds the request's body to the upload, if it is the chunk that comes
 // next. What arrived before an error stays.
@@ -149,7 +149,7 @@ func (r *Registry) receive(s *session, req *http.Request) error {
 	want := req.ContentLength // < 0: not known
 	if header := req.Header.Get("Content-Range"); header != "" {
 		m := contentRange.FindStringSubmatch(header)
-		if m == nil {
+		if m == nil || max(len(m[1]), len(m[2])) > 18 {
 			return errorf(uploadInvalid, "Content-Range %q: a chunk wants FIRST-LAST", header)
 		}
 		// 18 digits fit.

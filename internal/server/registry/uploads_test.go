@@ -165,8 +165,10 @@ func TestOutOfOrder(t *testing.T) {
 		"bytes 1000-1999/3000": "BLOB_UPLOAD_INVALID",
 		"1000":                 "BLOB_UPLOAD_INVALID",
 		"-1-5":                 "BLOB_UPLOAD_INVALID",
-		"1000-1998":            "SIZE_INVALID",
-		"1000-900":             "SIZE_INVALID",
+		// More than an int64 has.
+		"1000-9999999999999999999": "BLOB_UPLOAD_INVALID",
+		"1000-1998":                "SIZE_INVALID",
+		"1000-900":                 "SIZE_INVALID",
 	} {
 		f.want(header, f.do("PATCH", l, bytes.NewReader(b[1000:2000]), "Content-Range", header), 400, code)
 	}

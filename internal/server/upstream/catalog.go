@@ -12,6 +12,7 @@ import (
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
 	"hydrofoil.dev/foil/internal/server/catalog"
+	"hydrofoil.dev/foil/internal/server/registry"
 )
 
 // Catalog is the catalog with all that the upstream has.
@@ -29,7 +30,7 @@ const lookupTime = 2 * time.Minute
 // Tag implements catalog.Repositories: it asks the upstream.
 func (c Catalog) Tag(ctx context.Context, repo, tag string) (digest.Digest, error) {
 	a := c.a
-	if !namePattern.MatchString(repo) || !tagPattern.MatchString(tag) {
+	if !registry.ValidName(repo) || !registry.ValidTag(tag) {
 		return "", noName("manifest", repo, tag)
 	}
 	local, err := c.Catalog.Tag(ctx, repo, tag)
@@ -166,7 +167,7 @@ func (c Catalog) Manifest(ctx context.Context, repo string, d digest.Digest) (ca
 	if !errors.Is(err, catalog.ErrNotFound) {
 		return m, err
 	}
-	if !namePattern.MatchString(repo) || d.Validate() != nil {
+	if !registry.ValidName(repo) || d.Validate() != nil {
 		return m, noName("manifest", repo, d.String())
 	}
 	v, err := c.a.share(ctx, &c.a.lookups, "manifest "+nameOf(repo, d.String()), false, func(ctx context.Context) (any, error) {
@@ -198,7 +199,7 @@ func (c Catalog) Blob(ctx context.Context, repo string, d digest.Digest) (catalo
 	if !errors.Is(err, catalog.ErrNotFound) {
 		return b, err
 	}
-	if !namePattern.MatchString(repo) || d.Validate() != nil {
+	if !registry.ValidName(repo) || d.Validate() != nil {
 		return b, noName("blob", repo, d.String())
 	}
 	v, err := c.a.share(ctx, &c.a.lookups, "blob "+nameOf(repo, d.String()), false, func(ctx context.Context) (any, error) {

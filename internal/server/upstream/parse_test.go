@@ -8,6 +8,8 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/opencontainers/go-digest"
+
+	"hydrofoil.dev/foil/internal/server/registry"
 )
 
 func testClient(t testing.TB, prefix string) *Accelerator {
@@ -63,7 +65,7 @@ func FuzzEnvelope(f *testing.F) {
 	f.Fuzz(func(t *testing.T, b []byte) {
 		all, err := a.parseEnvelope(b)
 		for _, p := range all {
-			if err != nil || !namePattern.MatchString(p.Repository) || p.Digest.Validate() != nil || p.Tag != "" && !tagPattern.MatchString(p.Tag) {
+			if err != nil || !registry.ValidName(p.Repository) || p.Digest.Validate() != nil || p.Tag != "" && !registry.ValidTag(p.Tag) {
 				t.Errorf("%+v, %v", p, err)
 			}
 		}

@@ -51,13 +51,13 @@ import (
 	"net/url"
 	"os"
 	"path/filepath"
-	"regexp"
 	"strings"
 	"sync"
 	"time"
 
 	"hydrofoil.dev/foil/internal/server/catalog"
 	"hydrofoil.dev/foil/internal/server/objects"
+	"hydrofoil.dev/foil/internal/server/registry"
 )
 
 // Options configure an Accelerator. URL, Dir, Catalog and Objects are required.
@@ -220,13 +220,6 @@ func (a *Accelerator) ReadOnly(next http.Handler) http.Handler {
 	})
 }
 
-// namePattern is a repository's name, tagPattern a tag, as the distribution-spec
-// has them.
-var (
-	namePattern = regexp.MustCompile(`^[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*(/[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*)*$`)
-	tagPattern  = regexp.MustCompile(`^[a-zA-Z0-9_][a-zA-Z0-9._-]{0,127}$`)
-)
-
 // ParseURL reads the URL of an upstream.
 func ParseURL(s string) (base *url.URL, prefix string, err error) {
 	u, err := url.Parse(s)
@@ -239,7 +232,7 @@ func ParseURL(s string) (base *url.URL, prefix string, err error) {
 		return nil, "", fmt.Errorf("upstream %s: credentials are not read from the URL, which others can see: use --upstream-auth or %s", u.Redacted(), AuthEnv)
 	case u.RawQuery != "" || u.Fragment != "":
 		return nil, "", fmt.Errorf("upstream %s: want a host and the prefix of its repositories, nothing else", u)
-	case prefix != "" && !namePattern.MatchString(prefix):
+	case prefix != "" && !registry.ValidName(prefix):
 		return nil, "", fmt.Errorf("upstream %s: %q is no prefix of repository names", u, prefix)
 	case prefix == "v2" || strings.HasPrefix(prefix, "v2/"):
 		return nil, "", fmt.Errorf("upstream %s: leave out /v2, which is added", u)

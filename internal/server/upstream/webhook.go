@@ -10,6 +10,8 @@ import (
 	"strings"
 
 	"github.com/opencontainers/go-digest"
+
+	"hydrofoil.dev/foil/internal/server/registry"
 )
 
 // WebhookPath is where the upstream tells of pushes: envelopes of events, as
@@ -106,7 +108,7 @@ func (a *Accelerator) parseEnvelope(b []byte) ([]Pushed, error) {
 				continue
 			}
 		}
-		if !namePattern.MatchString(repo) || t.Digest.Validate() != nil || t.Tag != "" && !tagPattern.MatchString(t.Tag) {
+		if !registry.ValidName(repo) || t.Digest.Validate() != nil || t.Tag != "" && !registry.ValidTag(t.Tag) {
 			return nil, fmt.Errorf("%.300q@%.100q, tag %.200q, is no manifest of a repository", t.Repository, t.Digest, t.Tag)
 		}
 		all = append(all, Pushed{Repository: repo, Tag: t.Tag, Digest: t.Digest})

@@ -46,11 +46,11 @@ type container struct {
 
 const containerVersion = 1
 
-var containerID = regexp.MustCompile(`^[a-zA-Z0-9][a-zA-Z0-9_.-]{0,127}$`)
+var containerID = regexp.MustCompile(`^[a-zA-Z0-9][a-zA-Z0-9_.-]*$`)
 
 // CreateContainer mounts a writable filesystem over an image for a container.
 func (n *Node) CreateContainer(ctx context.Context, req api.ContainerRequest) (_ *api.Container, err error) {
-	if !containerID.MatchString(req.ID) {
+	if len(req.ID) > 128 || !containerID.MatchString(req.ID) {
 		return nil, errorf(api.CodeInvalid, "container ID %q: use up to 128 letters, digits, '_', '.' and '-', a letter or digit first", req.ID)
 	}
 	name, err := api.NormalRef(req.Ref)
