@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"io"
 	"log"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -320,6 +321,49 @@ func TestOneClient(t *testing.T) {
 	write(t, filepath.Join(dirs, "r.example", "hosts.toml"), fmt.Sprintf("server = %q\nskip_verify = true\n", r.URL))
 	if err := post(t, s, good); err != nil {
 		t.Errorf("unverified: %v", err)
+	}
+}
+
+// A registry, its hosts and the daemon's own mirror on IPv6 addresses.
+func TestIPv6(t *testing.T) {
+	l, err := net.Listen("tcp6", "[::1]:0")
+	if err != nil {
+		t.Skipf("this host has no IPv6: %v", err)
+	}
+	srv := httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		_, _ = fmt.Fprintf(w, "%q", req.Header.Get("x-site"))
+	}))
+	srv.Listener.Close()
+	srv.Listener = l
+	srv.Start()
+	defer srv.Close()
+	here := l.Addr().String() // [::1]:PORT
+	_, port, _ := strings.Cut(here, "]:")
+	for name, tc := range map[string]struct {
+		registry, dir string // of hosts.toml; empty: there is none
+		want          string
+	}{
+		"itself":        {here, "", ""},
+		"by underlines": {here, "[::1]_" + port + "_", "configured"},
+		"by its name":   {here, here, "configured"},
+		"as a mirror":   {"[fd00::7]:5000", "[fd00::7]_5000_", "configured"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			dirs := t.TempDir()
+			if tc.dir != "" {
+				write(t, filepath.Join(dirs, tc.dir, "hosts.toml"), fmt.Sprintf("[host.\"http://[::1]:598\"]\n[host.\"http://%s\"]\ncapabilities = [\"pull\"]\n[host.\"http://%s\".header]\nx-site = \"configured\"\n", here, here))
+			}
+			s := New(Options{Dirs: dirs, Self: []string{"[::1]:598"}})
+			defer s.Close()
+			list, err := s.For(t.Context(), Want{Registry: tc.registry, Repository: "a"})
+			if err != nil {
+				t.Fatal(err)
+			}
+			var got string
+			if err := list[0].Client.Post(t.Context(), "/hydrofoil/v1/bundle", 1, &got); err != nil || got != tc.want {
+				t.Errorf("answer %q, %v; want %q", got, err, tc.want)
+			}
+		})
 	}
 }
 

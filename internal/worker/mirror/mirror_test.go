@@ -227,14 +227,19 @@ func TestAddresses(t *testing.T) {
 func TestServeOnlyAllowed(t *testing.T) {
 	f, _ := newFake()
 	for name, tc := range map[string]struct {
+		address string
 		allowed func(client, server net.Addr) bool
 		status  int
 	}{
-		"root or this user": {nil, 200},
-		"nobody":            {func(net.Addr, net.Addr) bool { return false }, 403},
+		"root or this user":       {"127.0.0.1:0", nil, 200},
+		"root or this user, IPv6": {"[::1]:0", nil, 200},
+		"nobody":                  {"127.0.0.1:0", func(net.Addr, net.Addr) bool { return false }, 403},
 	} {
 		t.Run(name, func(t *testing.T) {
-			l, err := net.Listen("tcp", "127.0.0.1:0")
+			l, err := net.Listen("tcp", tc.address)
+			if err != nil && strings.HasPrefix(tc.address, "[") {
+				t.Skipf("this host has no IPv6: %v", err)
+			}
 			if err != nil {
 				t.Fatal(err)
 			}

@@ -79,13 +79,7 @@ func checkHosts(ctx context.Context, dirs, address string) (named []string, list
 		}
 		for _, file := range files {
 			dir := filepath.Dir(file)
-			registry := filepath.Base(dir)
-			if registry == "_default" {
-				registry = "registry.invalid"
-			}
-			if name, port, ok := strings.Cut(strings.TrimSuffix(registry, "_"), "_"); ok {
-				registry = net.JoinHostPort(name, port)
-			}
+			registry := registryOf(filepath.Base(dir))
 			// containerd logs that it cannot be parsed, and goes on without it.
 			var parsed map[string]any
 			b, err := os.ReadFile(file)
@@ -119,6 +113,18 @@ func checkHosts(ctx context.Context, dirs, address string) (named []string, list
 		list = append(list, finding{Name: "hosts.toml", State: containerd.OK, Detail: fmt.Sprintf("%d read, with the certificates that they name", read)})
 	}
 	return named, list
+}
+
+// registryOf returns the registry that a directory of hosts.toml is for: its name, in
+// which _5000_ may stand for the port :5000.
+func registryOf(dir string) string {
+	if dir == "_default" {
+		return "registry.invalid"
+	}
+	if name, port, ok := strings.Cut(strings.TrimSuffix(dir, "_"), "_"); ok {
+		return net.JoinHostPort(strings.Trim(name, "[]"), port)
+	}
+	return dir
 }
 
 func checkMirror(ctx context.Context, o Options, named []string) (finding, bool) {

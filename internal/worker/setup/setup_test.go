@@ -97,6 +97,40 @@ func TestCheck(t *testing.T) {
 	}
 }
 
+// Registry and mirror on an IPv6 address.
+func TestCheckIPv6(t *testing.T) {
+	l, err := net.Listen("tcp6", "[::1]:0")
+	if err != nil {
+		t.Skipf("this host has no IPv6: %v", err)
+	}
+	defer l.Close()
+	dirs := t.TempDir()
+	for _, registry := range []string{"[::1]_5000_", "[fd00::7]:5000", "[fd00::8]_443_"} {
+		if err := os.Mkdir(filepath.Join(dirs, registry), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(filepath.Join(dirs, registry, "hosts.toml"), []byte("[host.\"http://"+l.Addr().String()+"\"]\ncapabilities = [\"pull\", \"resolve\"]\n"), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, f := range Check(t.Context(), Options{HostsDirs: dirs, Mirror: l.Addr().String(), Metrics: l.Addr().String(), DiskLimit: "80%", Unit: goodUnit}) {
+		if f.State != containerd.OK || f.Name == "mirror" && !strings.Contains(f.Detail, "3 hosts.toml name it") {
+			t.Errorf("%+v", f)
+		}
+	}
+}
+
+func TestRegistryOf(t *testing.T) {
+	for dir, want := range map[string]string{
+		"_default": "registry.invalid", "registry.example": "registry.example", "registry.example_5000_": "registry.example:5000",
+		"registry.example:5000": "registry.example:5000", "[::1]_5000_": "[::1]:5000", "[::1]:5000": "[::1]:5000", "10.0.0.1_80_": "10.0.0.1:80",
+	} {
+		if got := registryOf(dir); got != want {
+			t.Errorf("%s: %s, want %s", dir, got, want)
+		}
+	}
+}
+
 // The unit that is shipped is one that the check finds right.
 func TestShippedUnit(t *testing.T) {
 	b, err := os.ReadFile("../../../deploy/systemd/foil-node.service")
