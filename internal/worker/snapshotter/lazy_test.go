@@ -12,6 +12,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"syscall"
 	"testing"
 	"unicode/utf8"
 
@@ -387,6 +388,56 @@ func TestOptionsOfMounts(t *testing.T) {
 			}
 		}
 	}
+}
+
+// containerd's client adds the SELinux label of a container to the mounts that it is
+// given. What becomes of it is the kernel's to say: the same as on an overlay of
+// directories, whether it knows labels or refuses them. (The AppArmor profile is in
+// the runtime's specification, which no snapshotter sees.)
+func TestMountLabels(t *testing.T) {
+	if os.Getuid() != 0 {
+		t.Skip("mounting needs root")
+	}
+	const label = `context="system_u:object_r:container_file_t:s0:c1,c2"`
+	f := newFake()
+	img := f.add(t, "a", "b")
+	s := open(t, t.TempDir(), f)
+	names := pull(t, s, img, 0, "")
+	lazy, err := s.Prepare(t.Context(), "container", names[1])
+	if err != nil {
+		t.Fatal(err)
+	}
+	overlay := []mount.Mount{{Type: "overlay", Source: "overlay", Options: []string{"workdir=" + t.TempDir(), "upperdir=" + t.TempDir(), "lowerdir=" + img.held.Mount}}}
+	// mounted is what the kernel says, and what it then lists.
+	mounted := func(mounts []mount.Mount, more ...string) (syscall.Errno, string) {
+		t.Helper()
+		for i := range mounts {
+			mounts[i].Options = append(slices.Clone(mounts[i].Options), more...)
+		}
+		at := t.TempDir()
+		err := mount.All(mounts, at)
+		if errno := syscall.Errno(0); errors.As(err, &errno) {
+			return errno, ""
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		info, err := mount.Lookup(at)
+		if err := errors.Join(err, mount.UnmountAll(at, 0)); err != nil {
+			t.Fatal(err)
+		}
+		_, shown, _ := strings.Cut(info.VFSOptions, "context=")
+		shown, _, _ = strings.Cut(shown, ",lowerdir=")
+		return 0, shown
+	}
+	if errno, _ := mounted(slices.Clone(lazy)); errno != 0 {
+		t.Fatalf("without a label: %v", errno)
+	}
+	want, shown := mounted(overlay, label)
+	if got, here := mounted(slices.Clone(lazy), label); got != want || here != shown {
+		t.Errorf("with a label: %v, %q; overlayfs: %v, %q", got, here, want, shown)
+	}
+	t.Logf("this kernel says to labels: %v, %q", want, shown)
 }
 
 func TestImageOfTheUserStays(t *testing.T) {
