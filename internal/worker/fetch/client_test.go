@@ -11,6 +11,7 @@ import (
 	"strings"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
@@ -41,6 +42,18 @@ func h2cServer(t *testing.T, h http.HandlerFunc) string {
 	s.Start()
 	t.Cleanup(s.Close)
 	return s.URL
+}
+
+// pipeServer serves in memory, without TLS, until the test ends: for tests whose
+// time is that of a bubble, so that a loaded machine is in time for it.
+func pipeServer(t *testing.T, h http.HandlerFunc) (dial func(ctx context.Context, network, address string) (net.Conn, error)) {
+	t.Helper()
+	p := newPipes()
+	s := &http.Server{Handler: h, Protocols: new(http.Protocols)}
+	s.Protocols.SetUnencryptedHTTP2(true)
+	go s.Serve(p)
+	t.Cleanup(func() { s.Close() })
+	return p.dial
 }
 
 func TestClientOneConnection(t *testing.T) {
@@ -139,9 +152,11 @@ func TestClientStatus(t *testing.T) {
 	noneLeft(t)
 }
 
-func TestClientTimeouts(t *testing.T) {
+func TestClientTimeouts(t *testing.T) { synctest.Test(t, testClientTimeouts) }
+
+func testClientTimeouts(t *testing.T) {
 	hang := make(chan struct{})
-	base := h2cServer(t, func(w http.ResponseWriter, r *http.Request) {
+	dial := pipeServer(t, func(w http.ResponseWriter, r *http.Request) {
 		if r.URL.Path == "/stall" {
 			io.WriteString(w, "a few bytes")
 			http.NewResponseController(w).Flush()
@@ -153,7 +168,10 @@ func TestClientTimeouts(t *testing.T) {
 	})
 	defer close(hang)
 	var dials atomic.Int64
-	c, err := NewClient(ClientOptions{Base: base, Dial: countDials(&dials), HeaderTimeout: 500 * time.Millisecond, StallTimeout: 500 * time.Millisecond})
+	c, err := NewClient(ClientOptions{Base: "http://server.test", Dial: func(ctx context.Context, network, address string) (net.Conn, error) {
+		dials.Add(1)
+		return dial(ctx, network, address)
+	}, HeaderTimeout: 500 * time.Millisecond, StallTimeout: 500 * time.Millisecond})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -183,7 +201,7 @@ func TestClientTimeouts(t *testing.T) {
 	if n := dials.Load(); n != 2 { // the one that hung was given up
 		t.Errorf("%d connections", n)
 	}
-	dead, err := NewClient(ClientOptions{Base: base, ConnectTimeout: 20 * time.Millisecond, Dial: func(ctx context.Context, _, _ string) (net.Conn, error) {
+	dead, err := NewClient(ClientOptions{Base: "http://server.test", ConnectTimeout: 20 * time.Millisecond, Dial: func(ctx context.Context, _, _ string) (net.Conn, error) {
 		<-ctx.Done()
 		return nil, ctx.Err()
 	}})
@@ -203,29 +221,31 @@ func TestClientTimeouts(t *testing.T) {
 // TestClientCut has a connection go dead without a word, as when a cable is
 // pulled: pings find out, and the next request connects anew.
 func TestClientCut(t *testing.T) {
-	base := h2cServer(t, func(w http.ResponseWriter, r *http.Request) { io.Copy(w, r.Body) })
-	var dials atomic.Int64
-	var cut atomic.Bool
-	c, err := NewClient(ClientOptions{Base: base, PingInterval: 50 * time.Millisecond, Dial: func(ctx context.Context, network, address string) (net.Conn, error) {
-		conn, err := new(net.Dialer).DialContext(ctx, network, address)
-		return &cutConn{Conn: conn, cut: &cut, dials: dials.Add(1)}, err
-	}})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer c.Close()
-	if err := c.Post(t.Context(), "/x", 1, nil); err != nil {
-		t.Fatal(err)
-	}
-	cut.Store(true)
-	for range 100 {
-		if err = c.Post(t.Context(), "/x", 1, nil); err == nil {
-			break
+	synctest.Test(t, func(t *testing.T) {
+		dial := pipeServer(t, func(w http.ResponseWriter, r *http.Request) { io.Copy(w, r.Body) })
+		var dials atomic.Int64
+		var cut atomic.Bool
+		c, err := NewClient(ClientOptions{Base: "http://server.test", PingInterval: 50 * time.Millisecond, Dial: func(ctx context.Context, network, address string) (net.Conn, error) {
+			conn, err := dial(ctx, network, address)
+			return &cutConn{Conn: conn, cut: &cut, dials: dials.Add(1)}, err
+		}})
+		if err != nil {
+			t.Fatal(err)
 		}
-	}
-	if err != nil || dials.Load() != 2 {
-		t.Errorf("after the cut: %v, %d connections", err, dials.Load())
-	}
+		defer c.Close()
+		if err := c.Post(t.Context(), "/x", 1, nil); err != nil {
+			t.Fatal(err)
+		}
+		cut.Store(true)
+		for range 100 {
+			if err = c.Post(t.Context(), "/x", 1, nil); err == nil {
+				break
+			}
+		}
+		if err != nil || dials.Load() != 2 {
+			t.Errorf("after the cut: %v, %d connections", err, dials.Load())
+		}
+	})
 }
 
 // cutConn swallows what is written to the first connection once cut is set.

@@ -7,6 +7,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
@@ -47,7 +48,9 @@ func (s *warmServer) all() []int64 {
 	return append([]int64(nil), s.asked...)
 }
 
-func TestWarmStopsWhenThePathIsFull(t *testing.T) {
+func TestWarmStopsWhenThePathIsFull(t *testing.T) { synctest.Test(t, testWarmStopsWhenThePathIsFull) }
+
+func testWarmStopsWhenThePathIsFull(t *testing.T) {
 	// One answer takes as long as the other up to 256 KiB; beyond, twice the bytes take
 	// much more than twice the time.
 	s := &warmServer{delay: func(n int64) time.Duration {
@@ -56,7 +59,7 @@ func TestWarmStopsWhenThePathIsFull(t *testing.T) {
 		}
 		return 2 * time.Second
 	}}
-	c, err := NewClient(ClientOptions{Base: h2cServer(t, s.ServeHTTP)})
+	c, err := NewClient(ClientOptions{Base: "http://server.test", Dial: pipeServer(t, s.ServeHTTP)})
 	if err != nil {
 		t.Fatal(err)
 	}
