@@ -92,7 +92,7 @@ func (w *criWorker) Start(ctx context.Context) (err error) {
 		return err
 	}
 	archive := filepath.Join(w.dir, "pause.tar")
-	if err := writePause(archive); err != nil {
+	if err := pauseCode.write(pauseRef, archive); err != nil {
 		return err
 	}
 	// Into containerd's own snapshotter: it is none of the images measured.
@@ -123,6 +123,28 @@ func (w *criWorker) Start(ctx context.Context) (err error) {
 		return fmt.Errorf("bench: RunPodSandbox: %w%s", err, w.daemon.Said())
 	}
 	w.sandbox = made.PodSandboxId
+	return w.use(ctx)
+}
+
+// use pulls and runs the small image, and removes it.
+func (w *criWorker) use(ctx context.Context) error {
+	if err := pushSmall(ctx, w.site); err != nil {
+		return err
+	}
+	spec := &cri.ImageSpec{Image: smallRef}
+	if _, err := w.images.PullImage(ctx, &cri.PullImageRequest{Image: spec, SandboxConfig: w.pod}); err != nil {
+		return fmt.Errorf("bench: PullImage %s: %w%s", smallRef, err, w.daemon.Said())
+	}
+	id, _, err := w.run(ctx, spec, nil)
+	if err != nil {
+		return err
+	}
+	if err := w.removeContainer(id); err != nil {
+		return err
+	}
+	if _, err := w.images.RemoveImage(ctx, &cri.RemoveImageRequest{Image: spec}); err != nil {
+		return fmt.Errorf("bench: RemoveImage %s: %w", smallRef, err)
+	}
 	return nil
 }
 
@@ -143,27 +165,36 @@ func (w *criWorker) Provision(ctx context.Context, im Image, t *Trial) (*Contain
 	if w.foil != nil {
 		w.foil.watch(ctx, im, t)
 	}
+	id, name, err := w.run(ctx, spec, im.Command)
+	if err != nil {
+		return nil, err
+	}
+	t.Mark(Started)
+	return w.follow(id, name, filepath.Join(w.pod.LogDirectory, name+".log"))
+}
+
+// run starts a container of an image that is here.
+func (w *criWorker) run(ctx context.Context, spec *cri.ImageSpec, command []string) (id, name string, err error) {
 	w.runs++
-	name := fmt.Sprintf("run-%d", w.runs)
+	name = fmt.Sprintf("run-%d", w.runs)
 	made, err := w.runtime.CreateContainer(ctx, &cri.CreateContainerRequest{
 		PodSandboxId: w.sandbox,
 		Config: &cri.ContainerConfig{
 			Metadata: &cri.ContainerMetadata{Name: name},
 			Image:    spec,
-			Args:     im.Command,
+			Args:     command,
 			LogPath:  name + ".log",
 			Linux:    &cri.LinuxContainerConfig{SecurityContext: &cri.LinuxContainerSecurityContext{NamespaceOptions: host}},
 		},
 		SandboxConfig: w.pod,
 	})
 	if err != nil {
-		return nil, fmt.Errorf("bench: CreateContainer of %s: %w", im.Ref, err)
+		return "", name, fmt.Errorf("bench: CreateContainer of %s: %w", spec.Image, err)
 	}
 	if _, err := w.runtime.StartContainer(ctx, &cri.StartContainerRequest{ContainerId: made.ContainerId}); err != nil {
-		return nil, fmt.Errorf("bench: StartContainer of %s: %w%s", im.Ref, err, w.daemon.Said())
+		return "", name, fmt.Errorf("bench: StartContainer of %s: %w%s", spec.Image, err, w.daemon.Said())
 	}
-	t.Mark(Started)
-	return w.follow(made.ContainerId, name, filepath.Join(w.pod.LogDirectory, name+".log"))
+	return made.ContainerId, name, nil
 }
 
 // How often a container's log is looked at, and whether it runs.
@@ -188,25 +219,30 @@ func (w *criWorker) follow(id, name, log string) (*Container, error) {
 	return &Container{p, func() error {
 		cancel()
 		<-gone
-		ctx, cancel := context.WithTimeoutCause(context.Background(), 15*time.Second, site.ErrTooLong)
-		defer cancel()
-		for {
-			_, err := w.runtime.StopContainer(ctx, &cri.StopContainerRequest{ContainerId: id})
-			if err == nil {
-				_, err = w.runtime.RemoveContainer(ctx, &cri.RemoveContainerRequest{ContainerId: id})
-			}
-			if err == nil {
-				return nil
-			}
-			// On a busy machine containerd may not have seen yet that it has
-			// stopped. A kubelet asks again, too.
-			select {
-			case <-time.After(100 * time.Millisecond):
-			case <-ctx.Done():
-				return fmt.Errorf("bench: remove container %s: %w", name, err)
-			}
-		}
+		return w.removeContainer(id)
 	}}, nil
+}
+
+// removeContainer stops and removes a container.
+func (w *criWorker) removeContainer(id string) error {
+	ctx, cancel := context.WithTimeoutCause(context.Background(), 15*time.Second, site.ErrTooLong)
+	defer cancel()
+	for {
+		_, err := w.runtime.StopContainer(ctx, &cri.StopContainerRequest{ContainerId: id})
+		if err == nil {
+			_, err = w.runtime.RemoveContainer(ctx, &cri.RemoveContainerRequest{ContainerId: id})
+		}
+		if err == nil {
+			return nil
+		}
+		// On a busy machine containerd may not have seen yet that it has
+		// stopped. A kubelet asks again, too.
+		select {
+		case <-time.After(100 * time.Millisecond):
+		case <-ctx.Done():
+			return fmt.Errorf("bench: remove container %s: %w", id, err)
+		}
+	}
 }
 
 // watchContainer copies what a container says from one file to another, until it

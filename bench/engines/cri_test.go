@@ -57,7 +57,7 @@ func TestCRILog(t *testing.T) {
 
 // The program of a sandbox waits, and ends when it is told to.
 func TestPauseProgram(t *testing.T) {
-	program, err := pauseProgram()
+	program, err := pauseCode.program()
 	if err != nil {
 		t.Skip(err)
 	}
@@ -80,9 +80,24 @@ func TestPauseProgram(t *testing.T) {
 	}
 }
 
+// The program of the small image ends well.
+func TestExitProgram(t *testing.T) {
+	program, err := exitCode.program()
+	if err != nil {
+		t.Skip(err)
+	}
+	path := filepath.Join(t.TempDir(), "exit")
+	if err := os.WriteFile(path, program, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if err := exec.Command(path).Run(); err != nil {
+		t.Error(err)
+	}
+}
+
 // The image is whole: each descriptor names what is in the archive.
 func TestPauseArchive(t *testing.T) {
-	b, err := pauseArchive()
+	b, err := pauseCode.image(pauseRef)
 	if err != nil {
 		t.Skip(err)
 	}

@@ -180,6 +180,7 @@ func All() []Engine {
 		&Hydrofoil{Untraced},
 		&Hydrofoil{Unconnected},
 		&Hydrofoil{Bare},
+		&Hydrofoil{Used},
 		&HydrofoilContainerd{},
 		&CRI{Snapshotter: hostedName},
 		&Containerd{Snapshotter: "overlayfs"},

@@ -40,6 +40,8 @@ const (
 	// Learning workers report what they touched, and nobody has traced anything
 	// by hand.
 	Learning = "learning"
+	// Used workers have pulled and run a small image before, as CRI's have.
+	Used = "used"
 )
 
 func (h *Hydrofoil) Name() string {
@@ -49,7 +51,9 @@ func (h *Hydrofoil) Name() string {
 	return "hydrofoil-" + h.Variant
 }
 
-func (h *Hydrofoil) traced() bool    { return h.Variant == "" || h.Variant == Unconnected }
+func (h *Hydrofoil) traced() bool {
+	return h.Variant == "" || h.Variant == Unconnected || h.Variant == Used
+}
 func (h *Hydrofoil) connected() bool { return h.Variant != Unconnected && h.Variant != Bare }
 
 // Find tells builds of one version apart by the digest of the program.
@@ -170,7 +174,7 @@ func (w *foilWorker) Reported(ctx context.Context, im Image) error {
 }
 
 func (h *Hydrofoil) Worker(s *site.Site, p Programs, dir string) Worker {
-	return &foilWorker{site: s, foil: p.Foil, root: dir, connected: h.connected(), startup: h.traced() || h.Variant == Learning, reports: h.Variant == Learning}
+	return &foilWorker{site: s, foil: p.Foil, root: dir, connected: h.connected(), startup: h.traced() || h.Variant == Learning, reports: h.Variant == Learning, used: h.Variant == Used}
 }
 
 type foilWorker struct {
@@ -178,7 +182,7 @@ type foilWorker struct {
 	foil string
 	root string
 	// What Variant says.
-	connected, startup, reports bool
+	connected, startup, reports, used bool
 	// More flags of the daemon.
 	flags []string
 
@@ -204,10 +208,29 @@ func (w *foilWorker) Start(ctx context.Context) (err error) {
 	}
 	client := api.Dial(w.root)
 	defer client.Close()
-	return started(ctx, w.daemon, "foil node", func(ctx context.Context) bool {
+	err = started(ctx, w.daemon, "foil node", func(ctx context.Context) bool {
 		status, err := client.Status(ctx)
 		return err == nil && !slices.ContainsFunc(status.Servers, func(s api.ServerStatus) bool { return !s.Warm })
 	})
+	if err != nil || !w.used {
+		return err
+	}
+	if err := w.use(ctx); err != nil {
+		return errors.Join(err, w.Stop())
+	}
+	return nil
+}
+
+// use pulls and runs the small image, and removes it.
+func (w *foilWorker) use(ctx context.Context) error {
+	if err := pushSmall(ctx, w.site); err != nil {
+		return err
+	}
+	if _, err := w.site.Run(ctx, link.Edge, w.foil, "run", "--root", w.root, "--rm", "--plain-http", smallRef); err != nil {
+		return err
+	}
+	_, err := w.site.Run(ctx, link.Edge, w.foil, "rm", "--root", w.root, smallRef)
+	return err
 }
 
 // Processes are the daemon and its keeper.

@@ -3,26 +3,53 @@ package engines
 import (
 	"archive/tar"
 	"bytes"
+	"context"
 	"encoding/binary"
 	"encoding/json"
 	"fmt"
 	"os"
+	"path/filepath"
 	"runtime"
 
 	"github.com/opencontainers/go-digest"
 	"github.com/opencontainers/image-spec/specs-go"
 	v1 "github.com/opencontainers/image-spec/specs-go/v1"
+
+	"hydrofoil.dev/foil/bench/link"
+	"hydrofoil.dev/foil/bench/site"
 )
 
 // pauseRef names the image of a pod's own process, which only waits. It is made
 // here and imported: no registry has it, and no run counts it.
 const pauseRef = "bench.invalid/pause:1"
 
-// pauseCode waits for signals, again and again, and touches no memory.
-var pauseCode = map[string]struct {
+// smallRef names an image that ends at once. It is pushed to the registry, for
+// workers that are used before they are measured.
+const smallRef = RegistryAddr + "/small:1"
+
+// code is a program in machine code, by the name of its architecture, which touches
+// no memory.
+type code map[string]struct {
 	machine uint16 // of ELF
 	code    []byte
-}{
+}
+
+// exitCode ends well.
+var exitCode = code{
+	"amd64": {62, []byte{
+		0x31, 0xff, // xor edi, edi: the status
+		0xb8, 60, 0, 0, 0, // mov eax, exit
+		0x0f, 0x05, // syscall
+	}},
+	"arm64": {183, []byte{
+		0x00, 0x00, 0x80, 0xd2, // mov x0, 0: the status
+		0xa8, 0x0b, 0x80, 0xd2, // mov x8, exit
+		0x01, 0x00, 0x00, 0xd4, // svc 0
+	}},
+}
+
+// pauseCode waits for signals, again and again.
+var pauseCode = code{
 	"amd64": {62, []byte{
 		0xb8, 34, 0, 0, 0, // mov eax, pause
 		0x0f, 0x05, // syscall
@@ -39,11 +66,11 @@ var pauseCode = map[string]struct {
 	}},
 }
 
-// pauseProgram is an ELF file of one segment that has everything (elf(5)).
-func pauseProgram() ([]byte, error) {
-	p, ok := pauseCode[runtime.GOARCH]
+// program is an ELF file of one segment that has everything (elf(5)).
+func (c code) program() ([]byte, error) {
+	p, ok := c[runtime.GOARCH]
 	if !ok {
-		return nil, fmt.Errorf("bench: there is no program for a pod's sandbox on %s", runtime.GOARCH)
+		return nil, fmt.Errorf("bench: there are no programs for small images on %s", runtime.GOARCH)
 	}
 	const base, headers = 0x400000, 64 + 56
 	size := uint64(headers + len(p.code))
@@ -67,13 +94,13 @@ func pauseProgram() ([]byte, error) {
 	return append(b, p.code...), nil
 }
 
-// pauseArchive is the image as an archive of an OCI layout.
-func pauseArchive() ([]byte, error) {
-	program, err := pauseProgram()
+// image is an image of the program, by this name, as an archive of an OCI layout.
+func (c code) image(ref string) ([]byte, error) {
+	program, err := c.program()
 	if err != nil {
 		return nil, err
 	}
-	layer, err := archive([]file{{"pause", 0o755, program}})
+	layer, err := archive([]file{{"program", 0o755, program}})
 	if err != nil {
 		return nil, err
 	}
@@ -94,19 +121,19 @@ func pauseArchive() ([]byte, error) {
 	manifest := object(v1.MediaTypeImageManifest, v1.Manifest{
 		Versioned: specs.Versioned{SchemaVersion: 2}, MediaType: v1.MediaTypeImageManifest,
 		Config: object(v1.MediaTypeImageConfig, v1.Image{
-			Platform: platform, Config: v1.ImageConfig{Entrypoint: []string{"/pause"}},
+			Platform: platform, Config: v1.ImageConfig{Entrypoint: []string{"/program"}},
 			RootFS: v1.RootFS{Type: "layers", DiffIDs: []digest.Digest{digest.FromBytes(layer)}},
 		}),
 		Layers: []v1.Descriptor{blob(v1.MediaTypeImageLayer, layer)},
 	})
 	manifest.Platform = &platform
-	manifest.Annotations = map[string]string{"io.containerd.image.name": pauseRef}
+	manifest.Annotations = map[string]string{"io.containerd.image.name": ref}
 	index, marshalErr := json.Marshal(v1.Index{Versioned: specs.Versioned{SchemaVersion: 2}, MediaType: v1.MediaTypeImageIndex, Manifests: []v1.Descriptor{manifest}})
 	if err == nil {
 		err = marshalErr
 	}
 	if err != nil {
-		return nil, fmt.Errorf("bench: make %s: %w", pauseRef, err)
+		return nil, fmt.Errorf("bench: make %s: %w", ref, err)
 	}
 	files = append(files, file{"index.json", 0o644, index}, file{v1.ImageLayoutFile, 0o644, []byte(`{"imageLayoutVersion":"` + v1.ImageLayoutVersion + `"}`)})
 	return archive(files)
@@ -136,9 +163,9 @@ func archive(files []file) ([]byte, error) {
 	return b.Bytes(), nil
 }
 
-// writePause writes the archive to a file.
-func writePause(path string) error {
-	b, err := pauseArchive()
+// write writes the archive to a file.
+func (c code) write(ref, path string) error {
+	b, err := c.image(ref)
 	if err != nil {
 		return err
 	}
@@ -146,4 +173,14 @@ func writePause(path string) error {
 		return fmt.Errorf("bench: %w", err)
 	}
 	return nil
+}
+
+// pushSmall pushes the small image, unless it is there.
+func pushSmall(ctx context.Context, s *site.Site) error {
+	path := filepath.Join(s.Dir, "small.tar")
+	if err := exitCode.write(smallRef, path); err != nil {
+		return err
+	}
+	_, err := s.Run(ctx, link.Cloud, "skopeo", "copy", "--dest-tls-verify=false", "oci-archive:"+path, "docker://"+smallRef)
+	return err
 }

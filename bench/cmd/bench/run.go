@@ -41,7 +41,8 @@ completion. Full pulls are complete before they start. A worker that is updated
 afterwards is always given the first version whole.
 
 Engines: hydrofoil; hydrofoil-containerd and hydrofoil-cri (as the snapshotter of
-containerd 2, by ctr and as a kubelet uses it); overlayfs and erofs (containerd, a
+containerd 2, by ctr and as a kubelet uses it); hydrofoil-used (a worker that has
+pulled and run before, as those of CRI have); overlayfs and erofs (containerd, a
 full pull); overlayfs-cri (the same as a kubelet uses it); stargz; soci;
 starlight; nydus; curl (the compressed layers, to nowhere). One whose programs are not
 found on PATH, or where an option says, is left out and reported as absent. The
