@@ -7,9 +7,11 @@ import (
 	"encoding/binary"
 	"encoding/json"
 	"fmt"
+	"net/http"
 	"os"
 	"path/filepath"
 	"runtime"
+	"strings"
 
 	"github.com/opencontainers/go-digest"
 	"github.com/opencontainers/image-spec/specs-go"
@@ -177,6 +179,10 @@ func (c code) write(ref, path string) error {
 
 // pushSmall pushes the small image, unless it is there.
 func pushSmall(ctx context.Context, s *site.Site) error {
+	repository, tag, _ := strings.Cut(strings.TrimPrefix(smallRef, RegistryAddr+"/"), ":")
+	if _, _, err := exchange(ctx, s, http.MethodGet, "http://"+RegistryAddr+"/v2/"+repository+"/manifests/"+tag, nil, http.StatusOK); err == nil {
+		return nil
+	}
 	path := filepath.Join(s.Dir, "small.tar")
 	if err := exitCode.write(smallRef, path); err != nil {
 		return err
