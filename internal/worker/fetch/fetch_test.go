@@ -42,7 +42,7 @@ func with(t *testing.T, images []*image, f func(t *testing.T, s *server, w *work
 func noneLeft(t *testing.T) {
 	t.Helper()
 	var left string
-	for range 500 {
+	for range 6000 {
 		left = ""
 		buf := make([]byte, 1<<20)
 		for _, g := range strings.Split(string(buf[:runtime.Stack(buf, true)]), "\n\n")[1:] {
@@ -61,13 +61,13 @@ func noneLeft(t *testing.T) {
 // until waits for a condition.
 func until(t *testing.T, what string, f func() bool) {
 	t.Helper()
-	for range 2000 {
+	for range 12_000 {
 		if f() {
 			return
 		}
 		time.Sleep(5 * time.Millisecond)
 	}
-	t.Fatalf("not in 10 s: %s", what)
+	t.Fatalf("not in a minute: %s", what)
 }
 
 // arena waits until m has been opened.
