@@ -120,10 +120,17 @@ func (n *Node) disk() (disk, error) {
 	return d, nil
 }
 
-// touch notes that an image is used: its record's time of change on the disk.
-// Called with Node.mu held.
+// touch makes an image the one that was used last, on the disk by its record's time of
+// change. The clock alone does not say which was: there are hosts whose clock is
+// set after they have started containers, and clocks that were ahead. Called with
+// Node.mu held.
 func (n *Node) touch(img *image) {
-	img.used = time.Now()
+	img.used = time.Now().Round(0) // by the clock that the others on the disk have
+	for _, other := range n.images {
+		if other.Ref != img.Ref && !other.used.Before(img.used) {
+			img.used = other.used.Add(time.Millisecond)
+		}
+	}
 	if err := os.Chtimes(n.imagePath(img.Ref), img.used, img.used); err != nil {
 		n.log.Debug("note that an image is used", "ref", img.Ref, "error", err)
 	}

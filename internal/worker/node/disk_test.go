@@ -127,6 +127,47 @@ func TestTheLeastRecentlyUsedGo(t *testing.T) {
 	}
 }
 
+// Which image was used last is known whatever the clock has been: here one was used while
+// it was a year ahead, and another one before that year has passed.
+func TestTheOrderOfUseSurvivesTheClock(t *testing.T) {
+	s, h := newFakeServer(t), newHost(t)
+	ahead, now := s.serve("ahead:1", newFakeImage(t, some(1, 3, 1000))), s.serve("now:1", newFakeImage(t, some(50, 3, 1000)))
+	h.mustPull(now, api.Complete)
+	h.mustPull(ahead, api.Complete)
+	record, year := h.n.imagePath(ahead), time.Now().AddDate(1, 0, 0)
+	h.stop()
+	if err := os.Chtimes(record, year, year); err != nil {
+		t.Fatal(err)
+	}
+	h.start()
+	order := func(why string, want ...string) {
+		t.Helper()
+		h.n.mu.Lock()
+		list, _ := h.n.evictable()
+		h.n.mu.Unlock()
+		var got []string
+		for _, c := range list {
+			got = append(got, c.refs...)
+		}
+		if !slices.Equal(got, want) {
+			t.Errorf("%s: the order of use is %v, want %v", why, got, want)
+		}
+	}
+	order("the other was used before", now, ahead)
+	if _, err := h.n.CreateContainer(t.Context(), api.ContainerRequest{ID: "c", Ref: now}); err != nil {
+		t.Fatal(err)
+	}
+	if err := h.n.RemoveContainer(t.Context(), "c"); err != nil {
+		t.Fatal(err)
+	}
+	order("a container was on it", ahead, now)
+	third := s.serve("third:1", newFakeImage(t, some(90, 3, 1000)))
+	h.mustPull(third, api.Complete)
+	order("another is pulled", ahead, now, third)
+	h.restart()
+	order("after a restart", ahead, now, third)
+}
+
 // The report knows what remains of an image because others use it, and finds
 // what no record names.
 func TestGCExplainsSharedContentsAndLeftovers(t *testing.T) {

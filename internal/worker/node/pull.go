@@ -728,7 +728,7 @@ func (p *pull) commit() error {
 		}
 	})
 	n.mu.Lock()
-	img.used = time.Now()
+	n.touch(img)
 	n.images[img.Ref] = img
 	n.mu.Unlock()
 	p.mu.Lock()
