@@ -41,8 +41,9 @@ type planned struct {
 // and a service goes back and forth between its files. So what lies together goes together, as far as
 // nobody waits much longer for it: once togetherFrom bytes of pages have gone, those of the next eighth as much
 // are in the order of their places, and go in frames that are larger than the first, in which they take
-// less. A set of 165 MB (PyTorch) had 10,800 runs and takes 60.7 MB with their digests when all is in the order of need;
-// 6,400 and 60.0 MB like this; 6,800 and 61.4 with small frames.
+// less: small frames of pages in the order of their places took 2% more than in that of need. The 10,800 runs
+// of a set of 165 MB (PyTorch) became 6,300 of as many bytes, and the
+// reads and writes of the worker that pulls it, in system calls, 56% of what they were.
 const (
 	togetherFrom   = 8 << 20
 	togetherShare  = 8
