@@ -7,8 +7,10 @@ VERSION := $(shell git describe --tags --always --dirty 2>/dev/null || echo unkn
 LDFLAGS := -s -w -X main.release=$(VERSION)
 
 # Two packages at a time: kernel tests mount, wait and sleep, so that more
-# would not be quicker on small machines, and would disturb each other.
-TESTFLAGS ?= -p 2 -timeout 10m
+# would not be quicker on small machines, and would disturb each other. The
+# timeout is for what hangs: a machine with much else to do needs more than ten
+# minutes for the end-to-end tests alone.
+TESTFLAGS ?= -p 2 -timeout 20m
 # Packages whose tests run once more under the race detector: those in which
 # goroutines share state.
 RACE ?= $(shell cat scripts/race-packages)
