@@ -452,6 +452,16 @@ func (v *view) LateRuns() (n int) {
 	return n
 }
 
+// StolenRuns are those that had less of the processors than they should have.
+func (v *view) StolenRuns() (n int) {
+	for _, r := range v.Runs {
+		if r.Stolen > results.MuchStolen {
+			n++
+		}
+	}
+	return n
+}
+
 // firstLine is the first line of an error, with the next one if that is what it
 // announces.
 func firstLine(text string) string {

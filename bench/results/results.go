@@ -127,12 +127,19 @@ type Run struct {
 	engines.Outcome
 	// Touched is how many bytes of pages are read before ready, as the image's floor
 	// has it: what ArenaReady is to be compared with.
-	Touched int64           `json:"touched"`
-	Disk    int64           `json:"disk"`    // bytes below the worker's directory when complete; 0 if it was stopped
-	Late    time.Duration   `json:"late_ns"` // of the link's most belated packet so far
-	Load    *workloads.Load `json:"load,omitempty"`
-	Err     string          `json:"error,omitempty"`
+	Touched int64         `json:"touched"`
+	Disk    int64         `json:"disk"`    // bytes below the worker's directory when complete; 0 if it was stopped
+	Late    time.Duration `json:"late_ns"` // of the link's most belated packet so far
+	// Stolen is the share of the processors' time, until ready or the end if it was not, that
+	// the host of this virtual machine gave to others (steal in proc_stat(5)): 0 to 1.
+	Stolen float64         `json:"stolen,omitempty"`
+	Load   *workloads.Load `json:"load,omitempty"`
+	Err    string          `json:"error,omitempty"`
 }
+
+// MuchStolen is how much of the processors' time may be stolen in a run that is
+// taken for undisturbed.
+const MuchStolen = 0.05
 
 // Dir is a result directory.
 type Dir string

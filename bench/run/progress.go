@@ -146,6 +146,9 @@ func tell(r results.Run) string {
 	} else {
 		fmt.Fprintf(&b, "not complete, %.1f MB", float64(quiet.Down)/1e6)
 	}
+	if r.Stolen > results.MuchStolen {
+		fmt.Fprintf(&b, "; %.0f%% of the processors' time until ready was stolen", 100*r.Stolen)
+	}
 	return b.String()
 }
 

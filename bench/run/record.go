@@ -152,6 +152,49 @@ func field(path, name, separator string) string {
 	return ""
 }
 
+// ticks is how much time the processors have had, and how much of it was stolen,
+// in clock ticks.
+type ticks struct{ all, stolen int64 }
+
+// processorTime reads the first line of proc_stat(5): user, nice, system, idle,
+// iowait, irq, softirq, steal, and then what user and nice count already.
+func processorTime() (t ticks) {
+	text, err := os.ReadFile("/proc/stat")
+	if err != nil {
+		return t
+	}
+	line, _, _ := strings.Cut(string(text), "\n")
+	return parseTicks(line)
+}
+
+func parseTicks(line string) (t ticks) {
+	const steal = 7
+	name, values, _ := strings.Cut(line, " ")
+	for i, value := range strings.Fields(values) {
+		n, err := strconv.ParseInt(value, 10, 64)
+		if name != "cpu" || err != nil {
+			return ticks{}
+		}
+		if i <= steal {
+			t.all += n
+		}
+		if i == steal {
+			t.stolen = n
+		}
+	}
+	return t
+}
+
+// stolenSince is the share of the processors' time since then that was stolen, 0 to 1.
+func (t ticks) stolenSince() float64 { return t.share(processorTime()) }
+
+func (t ticks) share(now ticks) float64 {
+	if now.all <= t.all || now.stolen < t.stolen {
+		return 0
+	}
+	return float64(now.stolen-t.stolen) / float64(now.all-t.all)
+}
+
 func loadAverage() float64 {
 	text, err := os.ReadFile("/proc/loadavg")
 	if err != nil {

@@ -65,6 +65,9 @@ type Options struct {
 	SkipCheck bool
 	// RetryFailed makes those runs again that failed.
 	RetryFailed bool
+	// RetryStolen makes those runs again of which more than results.MuchStolen of the
+	// processors' time was stolen.
+	RetryStolen bool
 	// Forecast says how long it would take, and runs nothing.
 	Forecast bool
 	// Timeout ends a run; 10 minutes if 0.
@@ -534,7 +537,7 @@ func (m *matrix) stops(s session, i int) bool {
 func (m *matrix) done(s session) bool {
 	return !slices.ContainsFunc(s.keys, func(k results.Key) bool {
 		r, err := m.out.Run(k)
-		return err != nil || r.Err != "" && m.RetryFailed
+		return err != nil || r.Err != "" && m.RetryFailed || r.Stolen > results.MuchStolen && m.RetryStolen
 	})
 }
 
@@ -672,6 +675,12 @@ func (m *matrix) provision(ctx context.Context, s *site.Site, w *turn, im engine
 		return err
 	}
 	var container *engines.Container
+	before := processorTime()
+	defer func() {
+		if r.Stolen == 0 { // it was not ready
+			r.Stolen = before.stolenSince()
+		}
+	}()
 	t := engines.Begin(s, w.Processes())
 	defer func() {
 		var clients []int
@@ -689,6 +698,7 @@ func (m *matrix) provision(ctx context.Context, s *site.Site, w *turn, im engine
 			return err
 		}
 		t.Mark(engines.Ready)
+		r.Stolen = before.stolenSince()
 		if load := workloads.For(r.Image, im.Ready.Probe); load != nil && m.Load > 0 && !im.Ready.Ends() {
 			r.Load = load(ctx, s.Link, m.Load)
 		}

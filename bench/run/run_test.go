@@ -7,6 +7,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"math"
 	"math/rand/v2"
 	"os"
 	"os/exec"
@@ -87,6 +88,18 @@ func TestPlanGoesOn(t *testing.T) {
 	if got := left(m.plan()); got != 36 {
 		t.Errorf("with failed ones to be run again %d are left, want 36", got)
 	}
+	put(results.Run{Key: pair.keys[1], Stolen: results.MuchStolen})
+	if got := left(m.plan()); got != 35 {
+		t.Errorf("after a session that was hardly disturbed %d are left, want 35", got)
+	}
+	put(results.Run{Key: pair.keys[1], Stolen: 2 * results.MuchStolen})
+	if got := left(m.plan()); got != 35 {
+		t.Errorf("after a session that was disturbed %d are left, want 35", got)
+	}
+	m.RetryStolen = true
+	if got := left(m.plan()); got != 36 {
+		t.Errorf("with disturbed ones to be run again %d are left, want 36", got)
+	}
 	m.ImageRates = map[string][]int64{"debian": {0, 1e9}}
 	if got, want := left(m.plan()), 36-18+2*18; got != want {
 		t.Errorf("with two rates of its own for an image %d are left, want %d", got, want)
@@ -95,6 +108,30 @@ func TestPlanGoesOn(t *testing.T) {
 	m.Runs, m.RTTs = 4, append(m.RTTs, 150*time.Millisecond)
 	if got, want := left(m.plan()), 4*3*2*3; got != want {
 		t.Errorf("of a larger matrix %d are left, want %d", got, want)
+	}
+}
+
+// The share is of what proc_stat(5) counts as time, in which guests' is already.
+func TestStolen(t *testing.T) {
+	for _, c := range []struct {
+		before, now string
+		want        float64
+	}{
+		{"cpu  100 0 100 700 50 5 5 40 0 0", "cpu  150 0 120 720 50 5 5 50 0 0", 0.1},
+		{"cpu  100 0 100 700 50 5 5 40 0 0", "cpu  150 0 120 720 50 5 5 50 999 999", 0.1},
+		{"cpu  100 0 100 700 50 5 5 40 0 0", "cpu  100 0 100 700 50 5 5 40 0 0", 0},
+		{"cpu  100 0 100 700 50 5 5 40 0 0", "cpu  100 0 100 800 50 5 5 30 0 0", 0}, // moved to another host
+		{"cpu 1 2 3 4", "cpu 5 6 7 8", 0},
+		{"", "", 0},
+		{"intr 1 2 3 4 5 6 7 8", "intr 1 2 3 4 5 6 7 9", 0},
+		{"cpu 1 2 x", "cpu 1 2 y", 0},
+	} {
+		if got := parseTicks(c.before).share(parseTicks(c.now)); math.Abs(got-c.want) > 1e-9 {
+			t.Errorf("from %q to %q: %v, want %v", c.before, c.now, got, c.want)
+		}
+	}
+	if processorTime().all == 0 {
+		t.Error("/proc/stat tells no time")
 	}
 }
 

@@ -106,6 +106,7 @@ floor T* is always measured. docs/benchmarks.md says where peers come from.`,
 	flags.BoolVar(&o.SkipUpdates, "skip-updates", false, "fresh provisioning only")
 	flags.BoolVar(&o.SkipCheck, "skip-check", false, "do not try the links first")
 	flags.BoolVar(&o.RetryFailed, "retry-failed", false, "make failed runs again")
+	flags.BoolVar(&o.RetryStolen, "retry-stolen", false, "make runs again during which the host of this virtual machine gave more than a twentieth of the processors' time to others")
 	flags.BoolVar(&o.Forecast, "forecast", false, "say how much is to be run and how long it takes, and run nothing")
 	flags.DurationVar(&o.Timeout, "timeout", 10*time.Minute, "of one run")
 	programFlags(cmd, &o.Programs)
