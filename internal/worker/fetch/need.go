@@ -25,6 +25,10 @@ type reading struct {
 	off, n int64
 }
 
+// ErrAnother is the cause with which a read's context is cancelled that is to wait by
+// another pull: it has not failed, and Waits says so.
+var ErrAnother = errors.New("another pull brings it")
+
 // Need waits until [off, off+n) of a, one of the pull's arenas, is present, and
 // has what is queued far behind promoted. It fails when a fails or ctx ends;
 // see arena.Wait. Of another arena it only waits.
@@ -47,7 +51,11 @@ func (p *Pull) Need(ctx context.Context, a *arena.Arena, off, n int64) error {
 	p.mu.Lock()
 	delete(p.wanted, r)
 	p.mu.Unlock()
-	p.opts.Waits.end(i, time.Since(began), err)
+	failed := err
+	if errors.Is(err, ErrAnother) {
+		failed = nil
+	}
+	p.opts.Waits.end(i, time.Since(began), failed)
 	return err
 }
 

@@ -233,7 +233,7 @@ func (n *Node) claim(name string) *pull {
 		return nil
 	}
 	delete(n.early, name)
-	if p.ctx.Err() != nil {
+	if p.ctx.Err() != nil || p.hasFailed() {
 		return nil // it is about to end
 	}
 	n.pulls[name] = p

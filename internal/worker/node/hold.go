@@ -55,7 +55,7 @@ func (n *Node) Hold(ctx context.Context, name string) (*Held, error) {
 		return nil, err
 	}
 	defer leave()
-	p, err := n.startPull(api.PullRequest{Ref: name, Until: api.Mounted}, "", false)
+	p, err := n.startPull(ctx, api.PullRequest{Ref: name, Until: api.Mounted}, "", false)
 	if err != nil {
 		return nil, err
 	}

@@ -80,6 +80,7 @@ type host struct {
 	warm   time.Duration // Options.warmFor; 0: an hour
 	retry  time.Duration // Options.firstRetry; 0: an hour
 	wanted time.Duration // Options.wantedRetry; 0: an hour
+	at     func(string)  // called at the points at which a daemon can die
 	n      *Node
 	log    logBuffer
 }
@@ -131,7 +132,7 @@ func (h *host) options() Options {
 	if err != nil {
 		h.t.Fatal(err)
 	}
-	return Options{Root: h.root, Binary: self, GiveUp: h.giveUp, Store: h.store, earlyFor: cmp.Or(h.early, time.Hour), warmFor: cmp.Or(h.warm, time.Hour), firstRetry: cmp.Or(h.retry, time.Hour), wantedRetry: cmp.Or(h.wanted, time.Hour), Logger: slog.New(slog.NewTextHandler(&h.log, nil))}
+	return Options{Root: h.root, Binary: self, GiveUp: h.giveUp, Store: h.store, earlyFor: cmp.Or(h.early, time.Hour), warmFor: cmp.Or(h.warm, time.Hour), firstRetry: cmp.Or(h.retry, time.Hour), wantedRetry: cmp.Or(h.wanted, time.Hour), crash: h.at, Logger: slog.New(slog.NewTextHandler(&h.log, nil))}
 }
 
 func (h *host) start() {

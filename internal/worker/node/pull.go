@@ -55,6 +55,7 @@ type pull struct {
 	whole      bool  // the rootfs was complete when the header arrived
 	milestones []api.Event
 	changed    chan struct{} // closed, and made anew, when milestones grow
+	failing    bool          // it has failed, and is about to say so
 	over       bool
 	err        error // why it has failed
 
@@ -76,7 +77,7 @@ var (
 // Pull starts the pull of an image, or joins the one that runs, and emits its
 // events.
 func (n *Node) Pull(ctx context.Context, req api.PullRequest, emit func(api.Event) error) error {
-	p, err := n.startPull(req, "", false)
+	p, err := n.startPull(ctx, req, "", false)
 	if err != nil {
 		return err
 	}
@@ -89,8 +90,9 @@ func (n *Node) Pull(ctx context.Context, req api.PullRequest, emit func(api.Even
 
 // startPull starts a pull unless one of the same reference runs. A digest asks
 // for that manifest, whatever the reference's tag names by now; goesOn is for
-// pull.goesOn.
-func (n *Node) startPull(req api.PullRequest, manifest digest.Digest, goesOn bool) (*pull, error) {
+// pull.goesOn. One that has failed, and is about to say so, is waited for: what
+// it failed of may be over, and who asks now has not been waiting for it.
+func (n *Node) startPull(ctx context.Context, req api.PullRequest, manifest digest.Digest, goesOn bool) (*pull, error) {
 	r, err := parseRef(req.Ref)
 	if err != nil {
 		return nil, err
@@ -108,15 +110,27 @@ func (n *Node) startPull(req api.PullRequest, manifest digest.Digest, goesOn boo
 	}
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	if n.closing {
-		return nil, errStopping
-	}
-	if n.removing[r.name] {
-		return nil, errorf(api.CodeConflict, "image %s is just being removed: try again in a moment", r)
-	}
-	if p := n.pulls[r.name]; p != nil && !p.ended() {
-		p.join(req)
-		return p, nil
+	for {
+		if n.closing {
+			return nil, errStopping
+		}
+		if n.removing[r.name] {
+			return nil, errorf(api.CodeConflict, "image %s is just being removed: try again in a moment", r)
+		}
+		p := n.pulls[r.name]
+		if p == nil || p.ended() {
+			break
+		}
+		if !p.hasFailed() {
+			p.join(req)
+			return p, nil
+		}
+		n.mu.Unlock()
+		err := p.wait(ctx)
+		n.mu.Lock()
+		if err != nil {
+			return nil, err
+		}
 	}
 	if p := n.claim(r.name); p != nil {
 		p.join(req)
@@ -141,6 +155,12 @@ func (p *pull) ended() bool {
 	return p.over
 }
 
+func (p *pull) hasFailed() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.failing
+}
+
 // use keeps r from being removed, and its arena open, until the pull has ended.
 // Called with Node.mu held.
 func (p *pull) use(r *rootfs) {
@@ -156,6 +176,12 @@ func (p *pull) run() {
 	err := p.bring(p.ctx)
 	for err != nil && (p.again(err) || p.tryOn(err) || p.anew()) {
 		err = p.bring(p.ctx)
+	}
+	if err != nil {
+		p.mu.Lock()
+		p.failing = true
+		p.mu.Unlock()
+		n.at("failing")
 	}
 	p.dropRecord()
 	stopped := false
@@ -286,6 +312,7 @@ func (p *pull) bring(ctx context.Context) error {
 			f.Join(0, s.entrypoint, s.args)
 		}
 		p.mu.Unlock()
+		p.handOver()
 		n.metrics.begin(f)
 		err = f.Wait()
 		n.metrics.end(f)
@@ -543,6 +570,7 @@ func (p *pull) rootfsOf(img *bundle.Image, t *toc.TOC) (r *rootfs, made placemen
 		n.mu.Unlock()
 		p.setRootfs(r)
 		if mine {
+			p.handOver()
 			err = n.fits(r)
 		}
 		if err == nil && again {
@@ -573,6 +601,28 @@ func (p *pull) rootfsOf(img *bundle.Image, t *toc.TOC) (r *rootfs, made placemen
 	n.mu.Unlock()
 	p.setRootfs(r)
 	return r, made, nil
+}
+
+// handOver has the reads that wait on the rootfs which p fills wait by p: what they
+// need comes soon then. It is called when p fills the rootfs, and when its fetch has
+// begun, whichever is later.
+func (p *pull) handOver() {
+	p.mu.Lock()
+	r, f := p.rootfs, p.fetch
+	p.mu.Unlock()
+	if r == nil || f == nil {
+		return
+	}
+	p.n.mu.Lock()
+	defer p.n.mu.Unlock()
+	if r.filling != p {
+		return
+	}
+	for w := range r.waiting {
+		if w.by != f {
+			w.stop(fetch.ErrAnother)
+		}
+	}
 }
 
 func (p *pull) setRootfs(r *rootfs) {

@@ -122,7 +122,7 @@ func (n *Node) goOn(images []*image, first bool) (p *pull) {
 			Entrypoint: img.Entrypoint, Args: img.Args, NoStartup: img.NoStartup,
 		}
 		var err error
-		if p, err = n.startPull(req, img.Digest, first); err != nil {
+		if p, err = n.startPull(n.ctx, req, img.Digest, first); err != nil {
 			n.log.Warn("go on with the pull of an image", "ref", img.Ref, "error", err)
 		}
 	}

@@ -1,9 +1,12 @@
 package node
 
 import (
+	"context"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -189,4 +192,84 @@ func TestAContainerBeginsTheNextTry(t *testing.T) {
 	if err := h.n.RemoveContainer(t.Context(), "c"); err != nil {
 		t.Error(err)
 	}
+}
+
+// Who asks for an image whose pull has failed, and is about to say so, has one of their
+// own, and not the failure of another time.
+func TestAPullThatHasFailedIsNotJoined(t *testing.T) {
+	s := newFakeServer(t)
+	h := newHost(t)
+	h.stop()
+	failing, goOn := make(chan struct{}), make(chan struct{})
+	h.at = func(point string) {
+		if point == "failing" {
+			close(failing)
+			<-goOn
+		}
+	}
+	h.start()
+	m := newFakeImage(t, some(1, 3, 5000))
+	ref := s.addr + "/app:1"
+	first, second := make(chan error, 1), make(chan error, 1)
+	go func() {
+		_, err := h.pull(ref, api.Complete)
+		first <- err
+	}()
+	<-failing
+	s.serve("app:1", m)
+	ended, end := context.WithCancel(t.Context())
+	end()
+	if _, err := h.n.startPull(ended, api.PullRequest{Ref: ref}, "", false); !errors.Is(err, context.Canceled) {
+		t.Errorf("a pull that joins: %v, want one that waits", err)
+	}
+	go func() {
+		_, err := h.pull(ref, api.Complete)
+		second <- err
+	}()
+	close(goOn)
+	if err := ends(t, "the first pull", first); codeOfErr(err) != string(api.CodeNotFound) {
+		t.Errorf("the first pull: %v, want that there is no such image", err)
+	}
+	if err := ends(t, "the second pull", second); err != nil {
+		t.Errorf("the second pull: %v", err)
+	}
+	h.same(m)
+}
+
+// A read that begins to wait before the pull of its rootfs has come as far as to
+// open it is handed to that pull: what it needs comes ahead of its turn.
+func TestAReadBeforeItsPullIsPromoted(t *testing.T) {
+	s := newFakeServer(t)
+	m := newFakeImage(t, some(1, 10, 100_000))
+	ref := s.serve("app:1", m)
+	s.setLimit(2)
+	h := newHost(t)
+	h.mustPull(ref, api.Mounted)
+	h.here(ref, 200_000)
+	s.setHeader(false)
+	h.restart()
+	const last = "f001-009"
+	end, out := cat(t, filepath.Join(h.dir(m), "mnt", last))
+	eventually(t, "the read waits", func() error {
+		h.n.mu.Lock()
+		defer h.n.mu.Unlock()
+		if len(h.n.rootfs[m.ChainID].waiting) == 0 {
+			return errors.New("it does not")
+		}
+		return nil
+	})
+	before := len(s.promotedFrames())
+	s.setHeader(true)
+	eventually(t, "the last frame is promoted", func() error {
+		if got := s.promotedFrames()[before:]; !slices.Contains(got, 7) { // two of ten are here
+			return fmt.Errorf("promoted %v", got)
+		}
+		return nil
+	})
+	s.setLimit(-1)
+	if err := ends(t, "the read", end); err != nil || out.String() != m.files[last] {
+		t.Errorf("read %d bytes, %v", out.Len(), err)
+	}
+	h.complete(ref)
+	h.same(m)
 }

@@ -24,6 +24,7 @@ import (
 	"hydrofoil.dev/foil/internal/kernel"
 	"hydrofoil.dev/foil/internal/worker/arena"
 	"hydrofoil.dev/foil/internal/worker/erofs"
+	"hydrofoil.dev/foil/internal/worker/fetch"
 )
 
 // rootfs is one flattened filesystem on the worker, in a directory of its own,
@@ -69,6 +70,7 @@ type rootfs struct {
 	direct    bool  // its mount reads past the page cache of arenas: see direct.go
 	starting  bool  // its mount is to be made without read-ahead: see readahead.go
 	filling   *pull // that fills it now
+	waiting   map[*waiter]struct{}
 	// readAheadFile sets the read-ahead of its mount, if it can be set; starts are
 	// those of services that have joined, for which it has none.
 	readAheadFile string
@@ -593,17 +595,46 @@ func (b *backing) Present(off, n int64) bool {
 func (b *backing) Need(ctx context.Context, off, n int64) error {
 	begin := time.Now()
 	defer func() { b.n.metrics.wait.Observe(time.Since(begin).Seconds()) }()
+	for {
+		if err := b.need(ctx, off, n); !errors.Is(err, fetch.ErrAnother) {
+			return err
+		}
+	}
+}
+
+// waiter is a read that waits.
+type waiter struct {
+	by   *fetch.Pull // that brings what it needs; nil: none does yet
+	stop context.CancelCauseFunc
+}
+
+// need waits by the fetch that fills the rootfs now, or by none. It returns
+// fetch.ErrAnother, wrapped, when there is another one.
+func (b *backing) need(ctx context.Context, off, n int64) error {
+	ctx, stop := context.WithCancelCause(ctx)
+	defer stop(nil)
+	w := &waiter{stop: stop}
 	b.n.mu.Lock()
 	p := b.r.filling
-	b.n.mu.Unlock()
 	if p != nil {
 		p.mu.Lock()
-		f := p.fetch
+		w.by = p.fetch
 		p.mu.Unlock()
-		if f != nil {
-			return f.Need(ctx, b.arena, off, n)
-		}
-	} else {
+	}
+	if b.r.waiting == nil {
+		b.r.waiting = make(map[*waiter]struct{})
+	}
+	b.r.waiting[w] = struct{}{}
+	b.n.mu.Unlock()
+	defer func() {
+		b.n.mu.Lock()
+		delete(b.r.waiting, w)
+		b.n.mu.Unlock()
+	}()
+	if w.by != nil {
+		return w.by.Need(ctx, b.arena, off, n)
+	}
+	if p == nil {
 		b.n.wanted(b.r)
 	}
 	return b.arena.Wait(ctx, off, n)

@@ -131,6 +131,7 @@ type fakeServer struct {
 	header   bool                  // whether streams send more than their greeting
 	toc      string                // what becomes of a header before its TOC: "wait", "cut" (once) or ""
 	requests []bundle.Request
+	promoted []uint32 // frames that were asked for ahead of their turn
 	closed   bool
 }
 
@@ -151,7 +152,7 @@ func (s *fakeServer) listen(addr string) {
 	}
 	mux := http.NewServeMux()
 	mux.HandleFunc("POST "+bundle.PullPath, s.pull)
-	mux.HandleFunc("POST "+bundle.PromotePath, func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusNoContent) })
+	mux.HandleFunc("POST "+bundle.PromotePath, s.promote)
 	srv := &http.Server{Handler: mux, Protocols: new(http.Protocols)}
 	srv.Protocols.SetUnencryptedHTTP2(true)
 	s.mu.Lock()
@@ -308,6 +309,24 @@ func (s *fakeServer) pull(w http.ResponseWriter, r *http.Request) {
 		}
 	}
 	_ = out.End()
+}
+
+func (s *fakeServer) promote(w http.ResponseWriter, r *http.Request) {
+	var want bundle.Promotion
+	if err := json.NewDecoder(r.Body).Decode(&want); err != nil {
+		http.Error(w, err.Error(), http.StatusBadRequest)
+		return
+	}
+	s.mu.Lock()
+	s.promoted = append(s.promoted, want.Frames...)
+	s.mu.Unlock()
+	w.WriteHeader(http.StatusNoContent)
+}
+
+func (s *fakeServer) promotedFrames() []uint32 {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.Clone(s.promoted)
 }
 
 // plan leaves out what the worker has, and puts each segment in a frame of its own.
