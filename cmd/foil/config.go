@@ -2,6 +2,7 @@ package main
 
 import (
 	"bytes"
+	"encoding/csv"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -164,6 +165,20 @@ func flagValue(f *pflag.Flag, v any) (string, error) {
 			}
 		}
 		return wrong(`a time like "1m30s"`)
+	case "stringSlice":
+		if s, ok := v.(string); ok {
+			return s, nil
+		}
+		list, ok := v.([]any)
+		items := make([]string, len(list))
+		for i, item := range list {
+			s, isString := item.(string)
+			items[i], ok = s, ok && isString
+		}
+		if !ok {
+			return wrong("a list of strings in quotes")
+		}
+		return joinList(items)
 	default:
 		if s, ok := v.(string); ok {
 			return s, nil
@@ -185,8 +200,30 @@ func tomlValue(f *pflag.Flag, s string) any {
 		if x, err := strconv.ParseFloat(s, 64); err == nil {
 			return x
 		}
+	case "stringSlice":
+		if s == f.DefValue {
+			s = strings.Trim(s, "[]") // as pflag writes it
+		}
+		if list, err := csv.NewReader(strings.NewReader(s)).Read(); err == nil {
+			return list
+		}
+		return []string{}
 	}
 	return s
+}
+
+// joinList writes a list as the flag that has it takes it.
+func joinList(items []string) (string, error) {
+	var b strings.Builder
+	w := csv.NewWriter(&b)
+	if len(items) == 0 {
+		return "", nil
+	}
+	if err := w.Write(items); err != nil {
+		return "", err
+	}
+	w.Flush()
+	return strings.TrimSuffix(b.String(), "\n"), w.Error()
 }
 
 func newConfigCommand() *cobra.Command {
@@ -201,7 +238,9 @@ configuration file.
 The file has one section for each command that can be configured. Settings
 have the names of the command's flags, and a flag on the command line wins.
 Unless --config names another file, ` + defaultConfig + ` is read if it is there.
-A setting that foil does not know is an error.`,
+A setting that foil does not know is an error.
+
+Exit codes: 0; 1 the file cannot be read, or is wrong.`,
 		Example: `  foil config > ` + defaultConfig + `
   foil config --config site.toml`,
 		Args: cobra.NoArgs,

@@ -3,7 +3,8 @@
 //
 // Each subcommand is in a file of its own and holds flags, one call and
 // output. Exit codes: 0 for success, 1 for an error, 2 for a command line that
-// makes no sense; foil run passes on the code of its container.
+// makes no sense, 130 when it was interrupted; foil run passes on the code of its
+// container.
 package main
 
 import (
@@ -13,6 +14,7 @@ import (
 	"io"
 	"os"
 	"os/signal"
+	"strings"
 	"syscall"
 
 	"github.com/spf13/cobra"
@@ -40,7 +42,11 @@ It is one program with three faces:
 
   a registry       any client pushes to it, unmodified images, as they are
   a worker daemon  fetches what a container reads first, and then the rest
-  a command line   talks to the daemon of this machine`,
+  a command line   talks to the daemon of this machine
+
+Exit codes: 0; 1 an error; 2 the command line makes no sense; 130 interrupted
+while it waited for something. Help says where a command has others: foil run
+passes on the code of its container.`,
 		Example: `  # On the machine that keeps the images:
   foil serve --root /var/lib/foil-registry --listen :5000
   skopeo copy docker-archive:redis.tar docker://registry.example:5000/redis:7
@@ -49,7 +55,9 @@ It is one program with three faces:
   foil run registry.example:5000/redis:7`,
 		SilenceErrors: true,
 		SilenceUsage:  true,
+		Version:       version(),
 	}
+	root.SetVersionTemplate(versionLine() + "\n")
 	const thisMachine = "This machine:"
 	for _, group := range []struct {
 		title    string
@@ -84,9 +92,104 @@ It is one program with three faces:
 			root.AddCommand(c)
 		}
 	}
+	// What other programs of this kind call them.
+	for name, others := range map[string][]string{
+		"images": {"ls", "list", "image"}, "ps": {"containers", "container", "ls", "list"},
+		"rm": {"rmi", "remove", "delete", "stop", "kill"}, "run": {"start", "exec", "create"}, "pull": {"fetch", "get"},
+		"gc": {"prune", "clean", "cleanup", "df"}, "status": {"info", "stats", "top"}, "verify": {"check", "fsck"},
+		"serve": {"server", "registry"}, "node": {"daemon", "worker", "agent", "snapshotter"}, "doctor": {"diagnose"},
+	} {
+		if c, _, err := root.Find([]string{name}); err == nil {
+			c.SuggestFor = others
+		}
+	}
 	root.SetHelpCommandGroupID(thisMachine)
 	root.SetCompletionCommandGroupID(thisMachine)
+	root.InitDefaultHelpCmd()
+	root.InitDefaultCompletionCmd()
+	for _, c := range root.Commands() {
+		switch c.Name() {
+		case "help":
+			helpOf(c)
+		case "completion":
+			onlySubcommands(c)
+		}
+	}
+	completeNoFiles(root)
+	level, events := []string{"debug", "info", "warn", "error"}, []string{"ready", "complete"}
+	for flag, values := range map[string][]string{
+		"run until": events, "pull until": {"mounted", "complete"}, "run pull": {"missing", "always", "never"},
+		"run net": {"host", "none"}, "trace net": {"host", "none"}, "run probe": probes, "trace probe": probes,
+		"node gate": {"auto", "fanotify", "fuse", "loop"}, "node startup": {"on", "off"}, "node report": {"on", "off"},
+		"node log-format": {"text", "json"}, "node log-level": level, "serve log-level": level,
+	} {
+		name, flag, _ := strings.Cut(flag, " ")
+		if c, _, err := root.Find([]string{name}); err == nil {
+			// An error would say that there is no such flag: a test would.
+			_ = c.RegisterFlagCompletionFunc(flag, cobra.FixedCompletions(values, cobra.ShellCompDirectiveNoFileComp))
+		}
+	}
 	return root
+}
+
+// probes are how the values of --probe begin.
+var probes = []string{"exit", "stdout:", "tcp:", "http:", "exec:"}
+
+// helpOf has foil help fail for what there is not.
+func helpOf(c *cobra.Command) {
+	inner := c.Run
+	c.Run, c.RunE = nil, func(cmd *cobra.Command, args []string) error {
+		topic, rest, err := cmd.Root().Find(args)
+		if err != nil {
+			return &usageError{err}
+		}
+		if len(rest) > 0 {
+			return usagef("%w", unknownCommand(topic, rest[0]))
+		}
+		inner(cmd, args)
+		return nil
+	}
+}
+
+// onlySubcommands has a command that does nothing itself show its help, also for the
+// argument help, and fail for what is none of its subcommands.
+func onlySubcommands(c *cobra.Command) {
+	c.Args = func(cmd *cobra.Command, args []string) error {
+		if len(args) == 0 || args[0] == "help" {
+			return nil
+		}
+		return unknownCommand(cmd, args[0])
+	}
+	c.Run, c.RunE = nil, func(cmd *cobra.Command, args []string) error {
+		if len(args) > 1 {
+			if sub, rest, err := cmd.Find(args[1:]); err == nil && len(rest) == 0 {
+				cmd = sub
+			}
+		}
+		return cmd.Help()
+	}
+}
+
+// unknownCommand says what there is instead.
+func unknownCommand(cmd *cobra.Command, name string) error {
+	hint := ""
+	if cmd.SuggestionsMinimumDistance <= 0 {
+		cmd.SuggestionsMinimumDistance = 2
+	}
+	if like := cmd.SuggestionsFor(name); len(like) > 0 {
+		hint = "\n\nDid you mean this?\n\t" + strings.Join(like, "\n\t") + "\n"
+	}
+	return fmt.Errorf("unknown command %q for %q%s", name, cmd.CommandPath(), hint)
+}
+
+// completeNoFiles keeps the shell from offering files where no command takes one.
+func completeNoFiles(c *cobra.Command) {
+	if c.ValidArgsFunction == nil && len(c.ValidArgs) == 0 && !c.HasSubCommands() {
+		c.ValidArgsFunction = cobra.NoFileCompletions
+	}
+	for _, sub := range c.Commands() {
+		completeNoFiles(sub)
+	}
 }
 
 // run executes one command line and returns the exit code.
@@ -111,6 +214,10 @@ func run(ctx context.Context, args []string, stdin io.Reader, stdout, stderr io.
 			fmt.Fprintf(stderr, "foil: %v\n", exit.err)
 		}
 		return exit.code
+	}
+	if ctx.Err() != nil && errors.Is(err, context.Canceled) {
+		fmt.Fprintln(stderr, "foil: interrupted")
+		return 130
 	}
 	fmt.Fprintf(stderr, "foil: %v\n", err)
 	var usage *usageError

@@ -38,7 +38,10 @@ Everybody who reaches the accelerator may pull what its credentials may.
 --metrics-listen serves metrics to Prometheus; docs/metrics.md lists them.
 
 An interrupt or SIGTERM ends it: requests under way have the grace period to
-finish. Whatever was acknowledged before is on disk, however it ends.`,
+finish. Whatever was acknowledged before is on disk, however it ends.
+
+Exit codes: 0 it was told to end; 1 an error, in the log as well; 2 the command
+line makes no sense.`,
 		Example: `  foil serve --root /var/lib/foil-registry
   foil serve --root /srv/registry --listen :443 --tls-cert cert.pem --tls-key key.pem
   foil serve --root /srv/accelerator --upstream https://registry.example/team

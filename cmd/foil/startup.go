@@ -28,9 +28,11 @@ and command) reads until it is ready. The image's server has them, and sends the
 first. They come from traces ("foil startup create", "foil trace"), from what
 workers report of starts, or from another version of the image. A wrong set costs
 bytes and never does harm. docs/startup.md says more.`,
-		Args: cobra.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+		Example: `  foil startup create --probe tcp:6379 registry.example/redis:7
+  foil startup ls registry.example/redis:7
+  foil startup show registry.example/redis:7`,
 	}
+	onlySubcommands(cmd)
 	cmd.AddCommand(newStartupCreateCommand(), newStartupLsCommand(), newStartupShowCommand(), newStartupRmCommand())
 	return cmd
 }

@@ -12,16 +12,32 @@ import (
 var release string
 
 func newVersionCommand() *cobra.Command {
-	return &cobra.Command{
+	var asJSON bool
+	cmd := &cobra.Command{
 		Use:   "version",
 		Short: "Print which foil this is",
-		Args:  cobra.NoArgs,
+		Long: `version prints the release, or the commit, of this foil, the Go that it was built
+with, and the platform. foil --version does the same. "foil status" says which
+version the daemon is.
+
+Exit codes: 0.`,
+		Example: `  foil version
+  foil version --json | jq -r .version`,
+		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			_, err := fmt.Fprintf(cmd.OutOrStdout(), "foil %s %s %s/%s\n",
-				version(), runtime.Version(), runtime.GOOS, runtime.GOARCH)
+			if asJSON {
+				return printJSON(cmd.OutOrStdout(), map[string]string{"version": version(), "go": runtime.Version(), "os": runtime.GOOS, "arch": runtime.GOARCH})
+			}
+			_, err := fmt.Fprintln(cmd.OutOrStdout(), versionLine())
 			return err
 		},
 	}
+	cmd.Flags().BoolVar(&asJSON, "json", false, "print it as one JSON object")
+	return cmd
+}
+
+func versionLine() string {
+	return fmt.Sprintf("foil %s %s %s/%s", version(), runtime.Version(), runtime.GOOS, runtime.GOARCH)
 }
 
 // version is the release, or else the commit that foil was built from.

@@ -33,17 +33,27 @@ func clientRoot(cmd *cobra.Command, root *string) {
 	rootFlag(cmd, root)
 	inner := cmd.RunE
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
-		if !cmd.Flags().Changed("root") {
-			tables, err := readConfig(cmd.Root(), defaultConfig, false)
-			if err != nil {
-				return err
-			}
-			if configured, ok := tables["node"]["root"]; ok {
-				*root = configured
-			}
+		if err := configuredRoot(cmd, root); err != nil {
+			return err
 		}
 		return inner(cmd, args)
 	}
+}
+
+// configuredRoot sets root to what the daemon's section of the configuration file says,
+// unless --root is given.
+func configuredRoot(cmd *cobra.Command, root *string) error {
+	if cmd.Flags().Changed("root") {
+		return nil
+	}
+	tables, err := readConfig(cmd.Root(), defaultConfig, false)
+	if err != nil {
+		return err
+	}
+	if configured, ok := tables["node"]["root"]; ok {
+		*root = configured
+	}
+	return nil
 }
 
 // jsonFlag adds --json to a command that lists things.
@@ -130,6 +140,9 @@ func localTime(t time.Time) string {
 // and of containers if wanted, that are on the worker.
 func completeNames(root *string, containers bool) cobra.CompletionFunc {
 	return func(cmd *cobra.Command, _ []string, _ string) ([]string, cobra.ShellCompDirective) {
+		if configuredRoot(cmd, root) != nil {
+			return nil, cobra.ShellCompDirectiveError
+		}
 		c := api.Dial(*root)
 		defer c.Close()
 		ctx, cancel := context.WithTimeout(cmd.Context(), time.Second)
