@@ -9,6 +9,7 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/sync/errgroup"
 
+	"hydrofoil.dev/foil/internal/kernel"
 	"hydrofoil.dev/foil/internal/metrics"
 	"hydrofoil.dev/foil/internal/server/serve"
 	"hydrofoil.dev/foil/internal/server/upstream"
@@ -34,6 +35,10 @@ plainly; tags are looked up there. What is here is served when the upstream is
 down. Pushes go to the upstream; its notifications, sent to
 ` + upstream.WebhookPath + `, have an image ingested before anybody asks.
 Everybody who reaches the accelerator may pull what its credentials may.
+
+Its connections are controlled by BBR, where the host has it: others forget in idle
+times what they have learned of a path. --congestion chooses another way, or leaves
+it to the host.
 
 --metrics-listen serves metrics to Prometheus; docs/metrics.md lists them.
 
@@ -89,6 +94,7 @@ line makes no sense.`,
 	flags := cmd.Flags()
 	flags.StringVar(&opts.Root, "root", "/var/lib/foil-registry", "`DIR` that everything is kept in; made when missing")
 	flags.StringVar(&opts.Listen, "listen", ":5000", "`HOST:PORT` to listen on; port 0 takes a free one and the log says which")
+	flags.StringVar(&opts.Congestion, "congestion", kernel.BBR, "TCP congestion `CONTROL` of its connections: bbr, where the host has it; system: what the host chooses; or the name of another, as cubic")
 	flags.StringVar(&opts.TLSCert, "tls-cert", "", "certificate `FILE` in PEM form, read again when it changes; without one: plain HTTP")
 	flags.StringVar(&opts.TLSKey, "tls-key", "", "`FILE` of the certificate's key in PEM form")
 	flags.Var(&opts.StartupMax, "startup-max", "how large the startup set of a service may be: a share of its image (16M are always allowed), or bytes such as `64M`; 0: none")

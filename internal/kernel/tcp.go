@@ -10,33 +10,36 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// UseBBR has BBR (Linux 4.9) control a TCP socket, or what a listening one accepts,
-// whatever the host's default is. With the others a connection loses what it has
-// learned of its path after an idle time of its retransmission timeout, some 200 ms and more, unless
-// IdleRestart says otherwise.
+// BBR is the congestion control that a server wants (Linux 4.9). With the others a
+// connection loses what it has learned of its path after an idle time of its
+// retransmission timeout, some 200 ms and more, unless IdleRestart says otherwise.
+const BBR = "bbr"
+
+// UseCongestion has the named congestion control control a TCP socket, or what a
+// listening one accepts, whatever the host's default is.
 //
 // Errors: unix.ENOENT if the kernel does not have it, and unix.EPERM if this
 // process may not choose it (net.ipv4.tcp_allowed_congestion_control).
-func UseBBR(socket syscall.Conn) error {
+func UseCongestion(socket syscall.Conn, name string) error {
 	raw, err := socket.SyscallConn()
 	if err != nil {
 		return err
 	}
-	cerr := raw.Control(func(fd uintptr) { err = useBBR(int(fd)) })
+	cerr := raw.Control(func(fd uintptr) { err = useCongestion(int(fd), name) })
 	if cerr != nil {
 		return cerr
 	}
 	return err
 }
 
-func useBBR(fd int) error {
-	if err := unix.SetsockoptString(fd, unix.IPPROTO_TCP, unix.TCP_CONGESTION, "bbr"); err != nil {
-		return fmt.Errorf("choose BBR: %w", err)
+func useCongestion(fd int, name string) error {
+	if err := unix.SetsockoptString(fd, unix.IPPROTO_TCP, unix.TCP_CONGESTION, name); err != nil {
+		return fmt.Errorf("choose congestion control %s: %w", name, err)
 	}
 	return nil
 }
 
-// BBRFix is what to do where UseBBR fails.
+// BBRFix is what to do where there is no BBR.
 const BBRFix = "on a host of foil serve: load the module (modprobe tcp_bbr), or else let idle connections keep their rate: sysctl -w net.ipv4.tcp_slow_start_after_idle=0"
 
 // IdleRestart reports whether connections without BBR begin slowly again after they
@@ -54,7 +57,7 @@ func probeBBR(context.Context, string) (string, error) {
 		return "", fmt.Errorf("socket: %w", err)
 	}
 	defer unix.Close(fd)
-	if err := useBBR(fd); err != nil {
+	if err := useCongestion(fd, BBR); err != nil {
 		if IdleRestart() {
 			return "", err
 		}

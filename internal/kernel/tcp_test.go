@@ -10,7 +10,7 @@ import (
 )
 
 // What a listening socket accepts is controlled by BBR, whatever was chosen before.
-func TestUseBBR(t *testing.T) {
+func TestUseCongestion(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
@@ -26,7 +26,7 @@ func TestUseBBR(t *testing.T) {
 		t.Fatal(cerr, err)
 	}
 	want := "bbr"
-	if err := UseBBR(l.(*net.TCPListener)); err != nil {
+	if err := UseCongestion(l.(*net.TCPListener), BBR); err != nil {
 		t.Logf("this host does not let it: %v", err)
 		want = "reno"
 	}

@@ -2,9 +2,15 @@ package registry
 
 import (
 	"bytes"
+	"os"
+	"slices"
+	"strings"
 	"testing"
+	"time"
 
 	"github.com/opencontainers/go-digest"
+
+	"hydrofoil.dev/foil/internal/server/leftover"
 )
 
 func FuzzParseManifest(f *testing.F) {
@@ -70,5 +76,56 @@ func TestParseReference(t *testing.T) {
 		if err != nil || (gotTag == s) != tag || (gotDigest.String() == s) == tag {
 			t.Errorf("%s: tag %q, digest %q, %v", s, gotTag, gotDigest, err)
 		}
+	}
+}
+
+// Uploads that nobody continues go after a week, but for those that a request works
+// on; one of a clock that was ahead counts from when that is known.
+func TestExpire(t *testing.T) {
+	u, err := openUploads(t.TempDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	now := time.Now()
+	upload := func(letter string, age time.Duration) string {
+		id := strings.ReplaceAll("xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx", "x", letter)
+		for _, path := range []string{u.dataPath(id), u.statePath(id)} {
+			if err := os.WriteFile(path, nil, 0o600); err != nil {
+				t.Fatal(err)
+			}
+			if err := os.Chtimes(path, now.Add(-age), now.Add(-age)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		return id
+	}
+	const week = 7 * 24 * time.Hour
+	old, busy, young, ahead := upload("a", week+time.Hour), upload("b", 2*week), upload("c", 6*24*time.Hour), upload("d", -52*week)
+	release, err := u.acquire(t.Context(), busy, func() {})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer release()
+	ages := leftover.Ages{Keep: week}
+	look := func(later time.Duration, want ...string) {
+		t.Helper()
+		ids, err := u.expire(t.Context(), &ages, now.Add(later), later)
+		slices.Sort(ids)
+		if err != nil || !slices.Equal(ids, want) {
+			t.Errorf("after %v: dropped %v, %v; want %v", later, ids, err, want)
+		}
+	}
+	look(0)
+	look(time.Hour, old)
+	look(2 * time.Hour)
+	look(2*24*time.Hour, young)
+	look(week+3*time.Hour, ahead)
+	for _, id := range []string{old, young, ahead} {
+		if _, err := os.Stat(u.dataPath(id)); !os.IsNotExist(err) {
+			t.Errorf("files of upload %s: %v", id, err)
+		}
+	}
+	if _, err := os.Stat(u.dataPath(busy)); err != nil {
+		t.Error(err)
 	}
 }

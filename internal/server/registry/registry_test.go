@@ -526,31 +526,6 @@ func TestOrphans(t *testing.T) {
 	eventually(t, "the orphan is removed", func() bool { return slices.Equal(f.keys(), want) })
 }
 
-func TestExpiry(t *testing.T) {
-	f := newFixture(t, registry.Options{})
-	old, young := f.begin("r"), f.begin("r")
-	past := time.Now().Add(-8 * 24 * time.Hour)
-	id := old[strings.LastIndexByte(old, '/')+1:]
-	files, err := filepath.Glob(filepath.Join(f.uploads(), id+".*"))
-	if err != nil || len(files) != 2 {
-		t.Fatalf("files of the upload: %q, %v", files, err)
-	}
-	for _, file := range files {
-		if err := os.Chtimes(file, past, past); err != nil {
-			t.Fatal(err)
-		}
-	}
-	f.stop()
-	f.start()
-	eventually(t, "the old upload is dropped", func() bool {
-		left, err := filepath.Glob(filepath.Join(f.uploads(), id+".*"))
-		return err == nil && len(left) == 0
-	})
-	f.want("the old upload", f.do("GET", old, nil), http.StatusNotFound)
-	f.want("the young upload", f.do("GET", young, nil), http.StatusNoContent)
-	f.wantUploads(1)
-}
-
 // putImage pushes an image with a config and a layer made from s.
 func (f *fixture) putImage(repo, ref, s string) digest.Digest {
 	f.t.Helper()

@@ -18,6 +18,8 @@ import (
 	"time"
 
 	"github.com/opencontainers/go-digest"
+
+	"hydrofoil.dev/foil/internal/server/leftover"
 )
 
 // uploads are the uploads under way, in a directory: ID.data has the bytes
@@ -302,8 +304,9 @@ func (u *uploads) removeFiles(id string) error {
 	return nil
 }
 
-// expire removes uploads that nothing was added to since a time.
-func (u *uploads) expire(ctx context.Context, since time.Time) (ids []string, err error) {
+// expire removes uploads that nothing was added to for long. now and up are as
+// leftover.Ages.Old takes them.
+func (u *uploads) expire(ctx context.Context, ages *leftover.Ages, now time.Time, up time.Duration) (ids []string, err error) {
 	entries, err := os.ReadDir(u.dir)
 	if err != nil {
 		return nil, fmt.Errorf("drop old uploads: %w", err)
@@ -319,11 +322,16 @@ func (u *uploads) expire(ctx context.Context, since time.Time) (ids []string, er
 			newest[id] = t
 		}
 	}
+	old, ahead := ages.Old(now, up, newest)
 	var errs []error
-	for id, t := range newest {
-		if !t.Before(since) {
-			continue
+	for _, id := range ahead {
+		for _, path := range []string{u.statePath(id), u.dataPath(id)} {
+			if err := os.Chtimes(path, now, now); !errors.Is(err, fs.ErrNotExist) {
+				errs = append(errs, err)
+			}
 		}
+	}
+	for _, id := range old {
 		u.mu.Lock()
 		busy := u.busy[id] != nil
 		u.mu.Unlock()

@@ -11,6 +11,8 @@ import (
 	"time"
 
 	"github.com/opencontainers/go-digest"
+
+	"hydrofoil.dev/foil/internal/server/leftover"
 )
 
 // postUpload begins an upload, or mounts a blob, or takes a whole blob.
@@ -260,8 +262,9 @@ func (r *Registry) clean(ctx context.Context) {
 	}
 	tick := time.NewTicker(time.Hour)
 	defer tick.Stop()
+	begun, ages := time.Now(), leftover.Ages{Keep: r.opts.UploadExpiry}
 	for {
-		ids, err := r.uploads.expire(ctx, time.Now().Add(-r.opts.UploadExpiry))
+		ids, err := r.uploads.expire(ctx, &ages, time.Now(), time.Since(begun))
 		if len(ids) > 0 {
 			r.log.Info("dropped uploads that nobody continued", "uploads", ids)
 		}

@@ -19,12 +19,12 @@ import (
 const notSent = 128 << 10
 
 // listener prepares the connections that it accepts, which BBR controls where the
-// kernel has it: what a warm-up has taught one, it still knows when the pull comes
-// (kernel.UseBBR). It takes back those that a
+// kernel has it and nothing else was asked for: what a warm-up has taught one, it still
+// knows when the pull comes (kernel.BBR). It takes back those that a
 // stream took over from the HTTP server, and hands them out again.
 type listener struct {
 	*net.TCPListener
-	others error // why BBR does not control them, or nil
+	others error // why what was asked for does not control them, or nil
 	next   chan accepted
 	back   chan net.Conn
 	closed chan struct{}
@@ -37,9 +37,13 @@ type accepted struct {
 	err  error
 }
 
-func newListener(l *net.TCPListener) *listener {
-	// Asked once: with the right privileges each try may load a module.
-	x := &listener{TCPListener: l, others: kernel.UseBBR(l), next: make(chan accepted), back: make(chan net.Conn), closed: make(chan struct{})}
+func newListener(l *net.TCPListener, congestion string) *listener {
+	var others error
+	if congestion != SystemCongestion {
+		// Asked once: with the right privileges each try may load a module.
+		others = kernel.UseCongestion(l, congestion)
+	}
+	x := &listener{TCPListener: l, others: others, next: make(chan accepted), back: make(chan net.Conn), closed: make(chan struct{})}
 	x.ended.Go(func() {
 		for {
 			c, err := x.accept()

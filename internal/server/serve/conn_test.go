@@ -4,9 +4,12 @@ import (
 	"errors"
 	"io"
 	"net"
+	"strings"
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"hydrofoil.dev/foil/internal/kernel"
 )
 
 func TestListenerTunesConnections(t *testing.T) {
@@ -14,7 +17,7 @@ func TestListenerTunesConnections(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	l := newListener(plain.(*net.TCPListener))
+	l := newListener(plain.(*net.TCPListener), kernel.BBR)
 	defer l.Close()
 	client, err := net.Dial("tcp", l.Addr().String())
 	if err != nil {
@@ -46,35 +49,58 @@ func TestListenerTunesConnections(t *testing.T) {
 	}
 }
 
-// BBR controls what is accepted, if this host has it, whatever its default is.
-func TestListenerChoosesBBR(t *testing.T) {
-	plain, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
+// What was asked for controls what is accepted, whatever the host's default is.
+func TestListenerChoosesCongestion(t *testing.T) {
+	for _, c := range []struct{ ask, want string }{{kernel.BBR, "bbr"}, {SystemCongestion, "reno"}, {"reno", "reno"}, {"no-such", "reno"}} {
+		t.Run(c.ask, func(t *testing.T) {
+			plain, err := net.Listen("tcp", "127.0.0.1:0")
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := kernel.UseCongestion(plain.(*net.TCPListener), "reno"); err != nil {
+				t.Fatal(err)
+			}
+			l := newListener(plain.(*net.TCPListener), c.ask)
+			defer l.Close()
+			if l.others != nil && c.ask == kernel.BBR {
+				t.Logf("this host does not let it: %v", l.others)
+				c.want = "reno"
+			}
+			if failed := l.others != nil; failed != (c.ask != c.want && c.ask != SystemCongestion) {
+				t.Errorf("choosing it: %v", l.others)
+			}
+			client, err := net.Dial("tcp", l.Addr().String())
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer client.Close()
+			conn, err := l.Accept()
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer conn.Close()
+			raw, err := conn.(*net.TCPConn).SyscallConn()
+			if err != nil {
+				t.Fatal(err)
+			}
+			var got string
+			if cerr := raw.Control(func(fd uintptr) {
+				got, err = unix.GetsockoptString(int(fd), unix.IPPROTO_TCP, unix.TCP_CONGESTION)
+			}); cerr != nil || err != nil || got != c.want {
+				t.Errorf("the connection has %q, want %q; %v, %v", got, c.want, cerr, err)
+			}
+			if paced := pacerOf(withPacer(t.Context(), conn)) != nil; paced != (c.want == kernel.BBR) {
+				t.Errorf("paced: %t", paced)
+			}
+		})
 	}
-	raw, err := plain.(*net.TCPListener).SyscallConn()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if cerr := raw.Control(func(fd uintptr) {
-		err = unix.SetsockoptString(int(fd), unix.IPPROTO_TCP, unix.TCP_CONGESTION, "reno")
-	}); cerr != nil || err != nil {
-		t.Fatal(cerr, err)
-	}
-	l := newListener(plain.(*net.TCPListener))
-	defer l.Close()
-	client, err := net.Dial("tcp", l.Addr().String())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer client.Close()
-	c, err := l.Accept()
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer c.Close()
-	if chosen := pacerOf(withPacer(t.Context(), c)) != nil; chosen != (l.others == nil) {
-		t.Errorf("controlled by BBR: %t; %v", chosen, l.others)
+}
+
+// One that the host does not have is said, unless it is the default.
+func TestCongestionThatIsNotThere(t *testing.T) {
+	_, err := Start(t.Context(), Options{Root: t.TempDir(), Listen: "127.0.0.1:0", Congestion: "no-such"})
+	if err == nil || !strings.Contains(err.Error(), "choose congestion control no-such") || !strings.Contains(err.Error(), "modprobe") {
+		t.Errorf("%v, want an error that says what there is", err)
 	}
 }
 
@@ -84,7 +110,7 @@ func TestListenerGivesBack(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	l := newListener(plain.(*net.TCPListener))
+	l := newListener(plain.(*net.TCPListener), kernel.BBR)
 	defer l.Close()
 	client, err := net.Dial("tcp", l.Addr().String())
 	if err != nil {

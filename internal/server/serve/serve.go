@@ -42,6 +42,9 @@ import (
 	"hydrofoil.dev/foil/internal/server/upstream"
 )
 
+// SystemCongestion is the value of Options.Congestion that chooses none.
+const SystemCongestion = "system"
+
 // Options configure a Server.
 type Options struct {
 	// Root is the directory of everything the server keeps. Required.
@@ -52,6 +55,10 @@ type Options struct {
 	// TLSCert and TLSKey are files in PEM form. Without them the server speaks
 	// plain HTTP. They are read again for new connections when they change.
 	TLSCert, TLSKey string
+	// Congestion names the TCP congestion control of what is accepted. Empty or
+	// kernel.BBR is BBR where the host has it; SystemCongestion leaves it to the host,
+	// its routes and whatever else decides; another name must be there.
+	Congestion string
 	// StartupMax is how large a startup set may be; the zero value is a quarter of
 	// the image.
 	StartupMax startup.Limit
@@ -93,6 +100,9 @@ func Start(ctx context.Context, opts Options) (_ *Server, err error) {
 	}
 	if opts.Listen == "" {
 		opts.Listen = ":5000"
+	}
+	if opts.Congestion == "" {
+		opts.Congestion = kernel.BBR
 	}
 	if opts.Grace == 0 {
 		opts.Grace = 10 * time.Second
@@ -261,8 +271,13 @@ func (s *Server) listen(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	s.plain = newListener(l.(*net.TCPListener))
-	if s.plain.others != nil && kernel.IdleRestart() {
+	s.plain = newListener(l.(*net.TCPListener), s.opts.Congestion)
+	switch others := s.plain.others; {
+	case others != nil && s.opts.Congestion != kernel.BBR:
+		err := fmt.Errorf("%w: this host has those of /proc/sys/net/ipv4/tcp_available_congestion_control; modprobe tcp_%s may add it, and %s leaves the choice to the host",
+			others, s.opts.Congestion, SystemCongestion)
+		return errors.Join(err, s.plain.Close())
+	case others != nil && kernel.IdleRestart():
 		s.log.Warn("idle connections lose their rate", "error", s.plain.others, "fix", kernel.BBRFix)
 	}
 	s.listener = s.plain

@@ -56,6 +56,7 @@ import (
 	"time"
 
 	"hydrofoil.dev/foil/internal/server/catalog"
+	"hydrofoil.dev/foil/internal/server/leftover"
 	"hydrofoil.dev/foil/internal/server/objects"
 	"hydrofoil.dev/foil/internal/server/registry"
 )
@@ -142,39 +143,64 @@ func New(o Options) (*Accelerator, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := prepareDir(o.Dir); err != nil {
+	if err := os.MkdirAll(o.Dir, 0o700); err != nil {
 		return nil, fmt.Errorf("downloads from upstream: %w", err)
 	}
 	ctx, stop := context.WithCancel(context.Background())
-	return &Accelerator{
+	a := &Accelerator{
 		o: o, log: o.Log, client: c, ctx: ctx, stop: stop,
 		fresh:     map[string]time.Time{},
 		downloads: map[string]*download{},
 		slots:     make(chan struct{}, o.Parallel),
-	}, nil
+	}
+	a.wg.Go(func() { a.clean(ctx) })
+	return a, nil
 }
 
-// prepareDir makes dir and removes downloads that nobody continued.
-func prepareDir(dir string) error {
-	if err := os.MkdirAll(dir, 0o700); err != nil {
-		return err
+// clean removes downloads that nobody continued, until ctx ends.
+func (a *Accelerator) clean(ctx context.Context) {
+	tick := time.NewTicker(time.Hour)
+	defer tick.Stop()
+	begun, ages := time.Now(), leftover.Ages{Keep: leftFor}
+	for {
+		if err := a.dropLeft(&ages, time.Now(), time.Since(begun)); err != nil {
+			a.log.Error("downloads that nobody continues not removed", "directory", a.o.Dir, "error", err)
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		}
 	}
-	entries, err := os.ReadDir(dir)
+}
+
+// dropLeft removes downloads that nobody has continued for long. now and up are as
+// leftover.Ages.Old takes them.
+func (a *Accelerator) dropLeft(ages *leftover.Ages, now time.Time, up time.Duration) error {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	changed := make(map[string]time.Time)
+	entries, err := os.ReadDir(a.o.Dir)
 	if err != nil {
 		return err
 	}
 	for _, e := range entries {
-		info, err := e.Info()
-		if err != nil {
-			return err
-		}
-		if time.Since(info.ModTime()) > leftFor {
-			if err := os.Remove(filepath.Join(dir, e.Name())); err != nil {
-				return err
-			}
+		if info, err := e.Info(); err == nil { // else it has just become an object
+			changed[filepath.Join(a.o.Dir, e.Name())] = info.ModTime()
 		}
 	}
-	return nil
+	for _, w := range a.downloads {
+		delete(changed, a.part(w.digest))
+	}
+	old, ahead := ages.Old(now, up, changed)
+	var errs []error
+	for _, path := range ahead {
+		errs = append(errs, os.Chtimes(path, now, now))
+	}
+	for _, path := range old {
+		errs = append(errs, os.Remove(path))
+	}
+	return errors.Join(errs...)
 }
 
 // Close ends what is under way and waits for it. Downloads go on with the next
