@@ -66,11 +66,15 @@ func serveNode(ctx context.Context, n *node.Node, opts node.Options, at sockets,
 		if err != nil {
 			opts.Logger.Error("containerd has no mirror here, and asks registries itself; name another port with --mirror-listen, and in hosts.toml", "error", err)
 		} else {
-			m := mirror.New(mirror.Options{
+			to := mirror.Options{
 				Node:    n,
 				Private: func(repository string) bool { return !kubelet.For(repository).IsZero() },
 				Logger:  opts.Logger,
-			})
+			}
+			if s != nil {
+				to.Expect = s.Expect
+			}
+			m := mirror.New(to)
 			all.Go(func() error { return m.Serve(ctx, l) })
 		}
 	}

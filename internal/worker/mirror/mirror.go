@@ -63,6 +63,9 @@ type Options struct {
 	// credentials just now: they are demanded at once, without asking the server
 	// first. Nil: nothing is known of it.
 	Private func(repository string) bool
+	// Expect, when set, is told of each image that is resolved: it may be pulled
+	// next. It must not wait.
+	Expect func(*node.Header)
 	// Allowed says who may ask, by the user at the other end of a connection;
 	// nil: root and the daemon's own.
 	Allowed func(client, server net.Addr) bool
@@ -190,6 +193,9 @@ func (m *Mirror) resolve(r *http.Request, registry, name, ref string) (*bundle.B
 	}
 	if named.Digest.Algorithm().FromBytes(named.Bytes) != named.Digest {
 		return nil, fmt.Errorf("the server sent something else as %s", named.Digest)
+	}
+	if m.opts.Expect != nil {
+		m.opts.Expect(h)
 	}
 	return &named, nil
 }

@@ -128,6 +128,17 @@ func TestMirror(t *testing.T) {
 			t.Errorf("%s %s asks the server:\n%s", step.method, step.target, diff)
 		}
 	}
+	// Whatever resolves may be pulled next.
+	var expected []*node.Header
+	m.opts.Expect = func(h *node.Header) { expected = append(expected, h) }
+	do(m, "HEAD", "/v2/a/b/manifests/1"+ns)
+	do(m, "HEAD", "/v2/a/b/manifests/2"+ns)
+	do(m, "GET", "/v2/a/b/manifests/"+h.Manifest.Digest.String()+ns)
+	do(m, "GET", "/v2/wrong/manifests/1"+ns)
+	if len(expected) != 1 || expected[0] != h {
+		t.Errorf("expected: %v", expected)
+	}
+	m.opts.Expect = nil
 	// A tag that moves.
 	f.headers["r.example/a/b:1"] = &node.Header{Manifest: blob("m", "moved"), Config: h.Config}
 	if _, got := do(m, "HEAD", "/v2/a/b/manifests/1"+ns); !strings.HasPrefix(got, digest.FromString("moved").String()) {

@@ -17,6 +17,7 @@ import (
 // TOC has come. All bytes
 // are those that their digests name.
 type Header struct {
+	Name     string // HOST/REPOSITORY@DIGEST, of the manifest: what Hold takes
 	Manifest bundle.Blob
 	Chosen   *bundle.Blob // the index that names Manifest, if the reference names that
 	Config   bundle.Blob
@@ -120,7 +121,7 @@ func (p *pull) announce(img *bundle.Image) error {
 	}
 	n := p.n
 	name := p.ref.host + "/" + p.ref.repository + "@" + img.Manifest.Digest.String()
-	header := &Header{Manifest: img.Manifest, Chosen: img.Chosen, Config: img.Config}
+	header := &Header{Name: name, Manifest: img.Manifest, Chosen: img.Chosen, Config: img.Config}
 	n.mu.Lock()
 	known := n.images[name]
 	running := n.pulls[name]

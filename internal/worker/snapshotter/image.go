@@ -27,7 +27,7 @@ import (
 // pulled is an image whose layers containerd is asking for. It is kept until
 // the last one has its snapshot, or containerd has not asked for a while.
 type pulled struct {
-	held    *node.Held
+	held    *node.Held      // nil of one that is expected only
 	chains  []digest.Digest // of the layers, lowest first
 	layers  []ocispec.Descriptor
 	diffIDs []digest.Digest
@@ -61,6 +61,9 @@ func (s *Snapshotter) skip(ctx context.Context, key, target, parent string, labe
 	exists := fmt.Errorf("the snapshot of layer %s: %w", target, errdefs.ErrAlreadyExists)
 	s.mu.Lock()
 	here := s.find(chain, parent)
+	if here != nil && here.expected {
+		here = nil // it is nobody's before its image is here
+	}
 	if here != nil && here.Role == roleRootfs {
 		s.forget(here.Image) // the last layer: containerd asks for no more
 	}
@@ -75,6 +78,7 @@ func (s *Snapshotter) skip(ctx context.Context, key, target, parent string, labe
 	if unnamed != "" {
 		return s.plainly(parent == "", labels[snapshotters.TargetRefLabel], "no_name", unnamed), nil
 	}
+	defer s.settled(ctx, name)
 	p, refused, err := s.pull(ctx, name)
 	if p == nil {
 		return refused, err
@@ -89,7 +93,10 @@ func (s *Snapshotter) skip(ctx context.Context, key, target, parent string, labe
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	rootfs, err := s.commitLazy(ctx, key, parent, name, p, i, held, labels)
+	rootfs := s.claim(ctx, name, parent, p, i, held)
+	if rootfs == nil {
+		rootfs, err = s.commitLazy(ctx, key, parent, name, p, i, held, labels)
+	}
 	if rootfs == nil { // it failed, or was there
 		s.opts.Node.Release(held.ChainID)
 	}
@@ -157,29 +164,41 @@ func (s *Snapshotter) pull(ctx context.Context, name string) (_ *pulled, why str
 		return nil, r.why, nil
 	}
 	delete(s.refused, name)
+	e := s.expected[name]
+	if e != nil {
+		e.asked = true // from here on it is the caller's
+		e.timer.Stop()
+	}
 	s.mu.Unlock()
 
+	if e != nil {
+		<-e.done
+	}
 	if !s.opts.Node.Has(name) {
-		// Before the pull: an image that nothing here knows of would stay.
-		if err := writeDurably(s.marker(name), []byte(name)); err != nil {
+		if err := s.mark(name); err != nil {
 			return nil, "", err
 		}
 	}
 	wait, cancel := context.WithTimeoutCause(ctx, s.opts.HeaderTimeout, fmt.Errorf("no header within %v", s.opts.HeaderTimeout))
 	defer cancel()
-	p := new(pulled)
-	p.held, err = s.opts.Node.Hold(wait, name)
+	held, err := s.opts.Node.Hold(wait, name)
 	if err != nil && context.Cause(wait) != nil {
 		err = context.Cause(wait)
 	}
+	p := new(pulled)
 	if err == nil {
-		if err = p.read(); err != nil {
-			s.opts.Node.Release(p.held.ChainID)
+		if p, err = layersOf(held.Manifest, held.Config); err == nil {
+			p.held = held
+			err = p.check()
+		}
+		if err != nil {
+			s.opts.Node.Release(held.ChainID)
 		}
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if err != nil {
+		s.unexpect(ctx, name)
 		s.dropImage(ctx, name)
 		if ctx.Err() != nil {
 			return nil, "", ctx.Err()
@@ -226,21 +245,26 @@ func shorten(why string) string {
 	return strings.ToValidUTF8(why, "\uFFFD")
 }
 
-// read finds the layers of an image in its manifest and config.
-func (p *pulled) read() error {
+// layersOf finds the layers of an image in its manifest and config.
+func layersOf(manifest, config []byte) (*pulled, error) {
 	var m ocispec.Manifest
-	if err := json.Unmarshal(p.held.Manifest, &m); err != nil {
-		return fmt.Errorf("manifest: %w", err)
+	if err := json.Unmarshal(manifest, &m); err != nil {
+		return nil, fmt.Errorf("manifest: %w", err)
 	}
 	var c ocispec.Image
-	if err := json.Unmarshal(p.held.Config, &c); err != nil {
-		return fmt.Errorf("config: %w", err)
+	if err := json.Unmarshal(config, &c); err != nil {
+		return nil, fmt.Errorf("config: %w", err)
 	}
-	p.layers, p.diffIDs = m.Layers, c.RootFS.DiffIDs
+	p := &pulled{layers: m.Layers, diffIDs: c.RootFS.DiffIDs}
 	if len(p.layers) != len(p.diffIDs) {
-		return fmt.Errorf("the manifest has %d layers, the config %d", len(p.layers), len(p.diffIDs))
+		return nil, fmt.Errorf("the manifest has %d layers, the config %d", len(p.layers), len(p.diffIDs))
 	}
 	p.chains = identity.ChainIDs(slices.Clone(p.diffIDs))
+	return p, nil
+}
+
+// check reports an image whose layers do not make the rootfs that is held.
+func (p *pulled) check() error {
 	if len(p.chains) == 0 || p.chains[len(p.chains)-1] != p.held.ChainID {
 		return fmt.Errorf("its layers do not make rootfs %s", p.held.ChainID)
 	}
@@ -263,16 +287,33 @@ func (s *Snapshotter) marker(name string) string {
 	return filepath.Join(s.opts.Dir, "images", hex.EncodeToString(h[:]))
 }
 
+// mark makes the marker of an image. It is made before the image is pulled: one
+// that nothing here knows of would stay.
+func (s *Snapshotter) mark(name string) error {
+	if _, err := os.Stat(s.marker(name)); err == nil {
+		return nil
+	}
+	return writeDurably(s.marker(name), []byte(name))
+}
+
+// rootfsOf returns the record of an image's rootfs, or nil. Called with mu held.
+func (s *Snapshotter) rootfsOf(image string) *record {
+	for _, r := range s.records {
+		if r.Role == roleRootfs && r.Image == image {
+			return r
+		}
+	}
+	return nil
+}
+
 // dropImage removes an image that was pulled for containerd and that no
 // snapshot needs. Called with mu held.
 func (s *Snapshotter) dropImage(ctx context.Context, name string) {
 	if _, err := os.Stat(s.marker(name)); err != nil || s.opts.Node == nil || s.pulls[name] != nil {
 		return
 	}
-	for _, r := range s.records {
-		if r.Role == roleRootfs && r.Image == name {
-			return
-		}
+	if s.rootfsOf(name) != nil {
+		return
 	}
 	err := s.opts.Node.RemoveImage(context.WithoutCancel(ctx), name)
 	if e, ok := errors.AsType[*api.Error](err); ok && e.Code == api.CodeNotFound {

@@ -53,6 +53,10 @@ type record struct {
 	Size   int64 `json:"size,omitempty"`
 	Inodes int64 `json:"inodes,omitempty"`
 
+	// expected: it was made for an image's header, and nobody has asked for it;
+	// guarded by mu.
+	expected bool
+
 	held *node.Held // of a rootfs, nil while it could not be had; guarded by mu
 }
 
@@ -155,6 +159,7 @@ func (s *Snapshotter) load(ctx context.Context) error {
 			}
 		}
 	}
+	s.dropExpected(ctx)
 	s.dropLeftovers(ctx)
 	return nil
 }
@@ -183,7 +188,20 @@ func (s *Snapshotter) readRecord(id string) (*record, error) {
 // rootfs is the record of the last layer, and has held, if it was made. Called
 // with mu held.
 func (s *Snapshotter) commitLazy(ctx context.Context, key, parent, image string, p *pulled, first int, held *node.Held, labels map[string]string) (rootfs *record, err error) {
-	var made []*record
+	made, err := s.makeLazy(ctx, key, parent, image, p, first, held, labels)
+	if err != nil {
+		return nil, err
+	}
+	if n := len(made); n > 0 && made[n-1].Role == roleRootfs {
+		rootfs = made[n-1]
+		rootfs.held = held
+	}
+	return rootfs, nil
+}
+
+// makeLazy is commitLazy, and returns all records that it made. Without a held
+// they are expected. Called with mu held.
+func (s *Snapshotter) makeLazy(ctx context.Context, key, parent, image string, p *pulled, first int, held *node.Held, labels map[string]string) (made []*record, err error) {
 	err = s.meta.WithTransaction(ctx, true, func(ctx context.Context) error {
 		for i := first; i < len(p.chains); i++ {
 			chain := p.chains[i]
@@ -191,9 +209,9 @@ func (s *Snapshotter) commitLazy(ctx context.Context, key, parent, image string,
 				parent = there.Name
 				continue
 			}
-			r := &record{Version: recordVersion, Parent: parent, Role: roleLayer, Chain: chain, Image: image, Layer: p.layers[i], DiffID: p.diffIDs[i], Full: p.held.Complete}
+			r := &record{Version: recordVersion, Parent: parent, Role: roleLayer, Chain: chain, Image: image, Layer: p.layers[i], DiffID: p.diffIDs[i], Full: held != nil && p.held.Complete, expected: held == nil}
 			if i == len(p.chains)-1 {
-				r.Role, rootfs = roleRootfs, r
+				r.Role = roleRootfs
 			}
 			sn, err := storage.CreateSnapshot(ctx, snapshots.KindActive, key, parent)
 			if err != nil {
@@ -204,11 +222,16 @@ func (s *Snapshotter) commitLazy(ctx context.Context, key, parent, image string,
 			if err := s.makeDir(r, held); err != nil {
 				return err
 			}
-			_, err = storage.CommitActive(ctx, key, r.Name, snapshots.Usage{}, snapshots.WithLabels(labelsOf(r, i == first, labels)), snapshots.WithParent(parent))
+			_, err = storage.CommitActive(ctx, key, r.Name, snapshots.Usage{}, snapshots.WithLabels(labelsOf(r, i == first && held != nil, labels)), snapshots.WithParent(parent))
 			if err != nil {
 				return err
 			}
 			parent = r.Name
+		}
+		if held == nil {
+			if err := s.noteExpected(image, made); err != nil {
+				return err
+			}
 		}
 		// Before the transaction ends: what it names is on the disk.
 		return s.syncDirs(made)
@@ -226,10 +249,7 @@ func (s *Snapshotter) commitLazy(ctx context.Context, key, parent, image string,
 	for _, r := range made {
 		s.records[r.ID] = r
 	}
-	if rootfs != nil {
-		rootfs.held = held
-	}
-	return rootfs, nil
+	return made, nil
 }
 
 // labelsOf are the labels of a layer's snapshot, by those that containerd gave
@@ -255,7 +275,7 @@ func (s *Snapshotter) makeDir(r *record, held *node.Held) error {
 	if err := os.MkdirAll(s.fsDir(r.ID), 0o755); err != nil {
 		return err
 	}
-	if r.Role == roleRootfs {
+	if r.Role == roleRootfs && held != nil {
 		// Those on it get their root directory's owner from here.
 		if err := likeParent(held.Mount, s.fsDir(r.ID)); err != nil {
 			return err

@@ -11,8 +11,9 @@
 // Lazy: when containerd prepares the first layer of an image that can be had as
 // a bundle, the node pulls it until its rootfs is mounted, and every layer is
 // answered with ErrAlreadyExists: containerd fetches none. Their snapshots are all
-// made with the first. The committed snapshot of the last layer is the rootfs. Those of the layers below it are
-// virtual: they are names, nothing else.
+// made with the first, or before that, when the mirror tells that containerd has
+// resolved the image (Expect). The committed snapshot of the last layer is the
+// rootfs. Those of the layers below it are virtual: they are names, nothing else.
 //
 // A snapshot on a rootfs is an overlay with the EROFS mount as its lowest
 // directory. What containerd's snapshotter would put below it is left out.
@@ -31,6 +32,8 @@
 //	                           snapshot, or of one that was virtual
 //	<dir>/images/HASH          the name of an image that was pulled for
 //	                           containerd, and goes when its rootfs snapshot does
+//	<dir>/expected/HASH        names of snapshots that were made when containerd had
+//	                           resolved an image, and that it has not asked for yet
 //
 // # What containerd must say
 //
@@ -135,7 +138,13 @@ type Snapshotter struct {
 	records map[string]*record // by snapshot ID
 	pulls   map[string]*pulled // by the image's name, while containerd pulls it
 	refused map[string]refusal // images that lately could not be had, by name
-	closed  bool
+	// expected are the images that containerd has resolved and not asked for yet,
+	// by name.
+	expected map[string]*expectation
+	closed   bool
+
+	boot string         // the kernel's boot_id
+	work sync.WaitGroup // what makes expected snapshots
 
 	paths    *prometheus.CounterVec // path, reason
 	unpacked prometheus.Counter
@@ -162,7 +171,7 @@ func Open(ctx context.Context, opts Options) (_ *Snapshotter, err error) {
 	if opts.HeaderTimeout == 0 {
 		opts.HeaderTimeout = 30 * time.Second
 	}
-	for _, d := range []string{opts.Dir, filepath.Join(opts.Dir, "images")} {
+	for _, d := range []string{opts.Dir, filepath.Join(opts.Dir, "images"), filepath.Join(opts.Dir, "expected")} {
 		if err := os.MkdirAll(d, 0o700); err != nil {
 			return nil, err
 		}
@@ -170,7 +179,10 @@ func Open(ctx context.Context, opts Options) (_ *Snapshotter, err error) {
 	if err := check(opts.Dir); err != nil {
 		return nil, err
 	}
-	s := &Snapshotter{opts: opts, log: opts.Logger, records: make(map[string]*record), pulls: make(map[string]*pulled), refused: make(map[string]refusal), paths: newPaths()}
+	s := &Snapshotter{opts: opts, log: opts.Logger, records: make(map[string]*record), pulls: make(map[string]*pulled), refused: make(map[string]refusal), expected: make(map[string]*expectation), paths: newPaths()}
+	if s.boot, err = bootID(); err != nil {
+		return nil, err
+	}
 	s.unpacked = prometheus.NewCounter(prometheus.CounterOpts{Name: "foil_node_unpacked_layers_total",
 		Help: "Layers of lazy images that were fetched and unpacked after all, because something that is not in the image is made on them."})
 	if s.meta, err = storage.NewMetaStore(filepath.Join(opts.Dir, "metadata.db")); err != nil {
@@ -221,7 +233,11 @@ func (s *Snapshotter) Close() error {
 		s.opts.Node.Release(p.held.ChainID)
 		delete(s.pulls, name)
 	}
+	for _, e := range s.expected {
+		e.timer.Stop() // the next daemon removes what was made for it
+	}
 	s.mu.Unlock()
+	s.work.Wait()
 	return s.plain.Close()
 }
 
