@@ -11,6 +11,7 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/sync/errgroup"
 
+	"hydrofoil.dev/foil/internal/kernel"
 	"hydrofoil.dev/foil/internal/metrics"
 	"hydrofoil.dev/foil/internal/worker/credentials"
 	"hydrofoil.dev/foil/internal/worker/criproxy"
@@ -55,6 +56,14 @@ func serveNode(ctx context.Context, n *node.Node, opts node.Options, at sockets,
 	}
 	all, ctx := errgroup.WithContext(ctx)
 	all.Go(func() error { return n.Serve(ctx) })
+	all.Go(func() error {
+		// Each foil run is a process of this program, and would wait for some 7 MB
+		// of it that the daemon does not use itself.
+		if err := kernel.HoldProgram(); err != nil {
+			opts.Logger.Debug("keep the program in memory; a start may wait for the disk", "error", err)
+		}
+		return nil
+	})
 	if s != nil {
 		if at.snapshotter == "default" {
 			at.snapshotter = snapshotter.SocketPath(opts.Root)
