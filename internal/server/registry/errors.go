@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"net/http"
 	"strings"
 	"syscall"
@@ -138,7 +139,18 @@ func (r *Registry) writeError(w http.ResponseWriter, req *http.Request, err erro
 	if err := writeJSON(w, known.status, "application/json", body); err != nil {
 		r.log.Error("answer not written", "method", req.Method, "path", req.URL.Path, "error", err)
 	}
+	// The HTTP server has said that it closes the connection if more is to come than it
+	// reads itself.
+	rc := http.NewResponseController(w)
+	if req.ProtoMajor == 1 && rc.Flush() == nil && rc.SetReadDeadline(time.Now().Add(refused)) == nil {
+		_, _ = io.Copy(io.Discard, req.Body)
+	}
 }
+
+// refused is for how long what a client goes on sending is read, and thrown away, after
+// its request was refused. A connection that is closed while somebody sends is reset,
+// and who sends may lose the answer, which says why, with it.
+const refused = 10 * time.Second
 
 func writeJSON(w http.ResponseWriter, status int, mediaType string, body any) error {
 	var b strings.Builder

@@ -1,6 +1,7 @@
 package registry_test
 
 import (
+	"bufio"
 	"bytes"
 	"errors"
 	"fmt"
@@ -507,4 +508,34 @@ func TestConcurrent(t *testing.T) {
 	wg.Wait()
 	f.wantKeys(d)
 	f.wantUploads(0)
+}
+
+// Who is refused while they send hears why: the connection is read on, so that it is
+// not reset while the answer is on its way.
+func TestRefusedWhileSending(t *testing.T) {
+	f := newFixture(t, registry.Options{})
+	conn, err := net.Dial("tcp", f.http.Listener.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	const size = 32 << 20 // more than sockets take that nobody reads
+	if _, err := fmt.Fprintf(conn, "PUT /v2/r/blobs/uploads/no-such-upload?digest=sha256:0 HTTP/1.1\r\nHost: r\r\nContent-Length: %d\r\n\r\n", size); err != nil {
+		t.Fatal(err)
+	}
+	resp, err := http.ReadResponse(bufio.NewReader(conn), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	b, err := io.ReadAll(resp.Body)
+	if err != nil || resp.StatusCode < 400 || !strings.Contains(string(b), "errors") {
+		t.Errorf("%s: %s, %v", resp.Status, b, err)
+	}
+	for sent := 0; sent < size; {
+		n, err := conn.Write(make([]byte, 1<<20))
+		if err != nil {
+			t.Fatalf("after %d bytes: %v", sent, err)
+		}
+		sent += n
+	}
 }
