@@ -21,6 +21,7 @@
 //	7 Startup at most one for an image that asked for it, after all Image
 //	          sections and before Plan
 //	10 Here   at most one for each Startup, anywhere between Image sections and Plan; may be skipped
+//	12 Filled at most one for each Startup, after it and before its Pages; may be skipped
 //	9 Pages   once for each frame of each Startup, in their order, before Plan
 //	3 Plan    once
 //	4 Frame   once for each frame of the plan
@@ -64,6 +65,9 @@
 // Here is a uvarint, the index in Request.Images, and a list of runs as in package trace: the pages of
 // the startup set that do not come, in the order of need, since the request says that the worker
 // has them. They are likely to be on its disk, and in no memory.
+//
+// Filled is two uvarints, the index in Request.Images, and how many of the last frames of its Startup
+// hold filled pages (Startup.Filled).
 //
 // Pages is two uvarints, the image's index in the request and that of the frame in its Startup,
 // and the frame as package segment codes it.
@@ -129,6 +133,7 @@ const (
 	TypePages   Type = 9
 	TypeHere    Type = 10
 	TypeAlive   Type = 11
+	TypeFilled  Type = 12
 )
 
 const (

@@ -70,7 +70,7 @@ func NewReader(r io.Reader, o ReaderOptions) *Reader {
 func (r *Reader) Bytes() int64 { return r.bytes }
 
 // Next returns the next section: *Hello, *Image, *Startup (which its Resolve
-// completes), *Here, *Pages, *Plan or *Frame. Unknown sections are skipped.
+// completes; it is as said by Filled before the first of its Pages), *Here, *Pages, *Plan or *Frame. Unknown sections are skipped.
 //
 // Errors: io.EOF after the End section; *Error for an Error section;
 // io.ErrUnexpectedEOF, wrapped, for a stream that was cut; ErrCorrupt, wrapped,
@@ -140,7 +140,7 @@ func (r *Reader) next() (any, error) {
 }
 
 var limits = map[Type]int{
-	TypeHello: MaxHello, TypeImage: MaxImage, TypeStartup: MaxStartup, TypeHere: MaxStartup, TypePlan: MaxPlan, TypeError: MaxError, TypeEnd: 0,
+	TypeHello: MaxHello, TypeImage: MaxImage, TypeStartup: MaxStartup, TypeHere: MaxStartup, TypeFilled: 2 * binary.MaxVarintLen64, TypePlan: MaxPlan, TypeError: MaxError, TypeEnd: 0,
 }
 
 func (r *Reader) section(t Type, payload []byte) (any, error) {
@@ -158,6 +158,8 @@ func (r *Reader) section(t Type, payload []byte) (any, error) {
 		return r.decodeStartup(payload)
 	case TypeHere:
 		return r.decodeHere(payload)
+	case TypeFilled:
+		return nil, r.decodeFilled(payload)
 	case TypePlan:
 		return r.decodePlan(payload)
 	}
@@ -167,7 +169,7 @@ func (r *Reader) section(t Type, payload []byte) (any, error) {
 // inOrder checks that a section may come now.
 func (r *Reader) inOrder(t Type) error {
 	if !r.hello && t != TypeHello || r.hello && t == TypeHello ||
-		r.plan != nil && (t == TypeImage || t == TypePlan || t == TypeStartup || t == TypeHere) ||
+		r.plan != nil && (t == TypeImage || t == TypePlan || t == TypeStartup || t == TypeHere || t == TypeFilled) ||
 		len(r.startups)+len(r.heres) > 0 && t == TypeImage ||
 		r.pagesLeft() && t == TypePlan ||
 		t == TypeEnd && (r.plan == nil || r.left > 0) {

@@ -3,6 +3,7 @@ package bundle
 import (
 	"encoding/binary"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/opencontainers/go-digest"
@@ -32,6 +33,10 @@ type Startup struct {
 	// Digests are the SHA-256 of the bytes of Runs; a run that is all of its
 	// content has the content's ID. The Reader leaves them to Resolve.
 	Digests []segment.ID
+	// Filled is how many of the last frames hold filled pages: pages among those that starts
+	// touch, of which a start touches a few, nobody knows which. A worker need not write
+	// them before somebody asks. The Writer puts it into a section of its own.
+	Filled int
 
 	packed []byte // digests on the wire
 }
@@ -113,7 +118,7 @@ type Pages struct {
 	Data  []byte // for segment.DecodeFrame
 }
 
-// Startup writes the section. t is the image's TOC.
+// Startup writes the section, and Filled after it. t is the image's TOC.
 func (w *Writer) Startup(s *Startup, t *toc.TOC) error {
 	var most, counts, packed []byte
 	for _, f := range s.Frames {
@@ -129,7 +134,11 @@ func (w *Writer) Startup(s *Startup, t *toc.TOC) error {
 	b = columns.AppendBlock(b, s.Origin)
 	b = columns.Append(b, most, true)
 	b = columns.Append(b, counts, true)
-	return w.section(TypeStartup, flagMust, trace.AppendRuns(b, s.Runs), packed)
+	if err := w.section(TypeStartup, flagMust, trace.AppendRuns(b, s.Runs), packed); err != nil || s.Filled == 0 {
+		return err
+	}
+	b = binary.AppendUvarint(nil, uint64(s.Index))
+	return w.section(TypeFilled, 0, binary.AppendUvarint(b, uint64(s.Filled)))
 }
 
 // Here writes the section.
@@ -194,6 +203,22 @@ func (r *Reader) decodeStartup(payload []byte) (*Startup, error) {
 	r.startups[s.Index] = s
 	r.order = append(r.order, s)
 	return s, nil
+}
+
+// decodeFilled adds what the section says to its Startup.
+func (r *Reader) decodeFilled(payload []byte) error {
+	c := columns.Reader{B: payload}
+	index := int(c.Uint(1 << 20))
+	n := c.Uint(trace.MaxRuns)
+	if err := c.End(); err != nil {
+		return err
+	}
+	s := r.startups[index]
+	if s == nil || s.Filled > 0 || n == 0 || n > uint64(len(s.Frames)) || !slices.Contains(r.order, s) || s == r.order[0] && r.page > 0 {
+		return fmt.Errorf("%w: %d filled frames of a startup set of image %d that is not there, has begun, is smaller, or for the second time", ErrCorrupt, n, index)
+	}
+	s.Filled = int(n)
+	return nil
 }
 
 func (r *Reader) decodeHere(payload []byte) (*Here, error) {

@@ -205,6 +205,73 @@ func TestStartupGolden(t *testing.T) {
 	f.check(t, bytes.NewReader(b))
 }
 
+// How many frames hold filled pages is said in a section that a reader may skip.
+func TestFilled(t *testing.T) {
+	f := newStartupFixture()
+	f.sets[0].Filled, f.sets[2].Filled = 1, 1
+	name := filepath.Join("testdata", "filled.bundle")
+	if *update {
+		if err := os.WriteFile(name, f.bytes(), 0o666); err != nil {
+			t.Fatal(err)
+		}
+	}
+	golden, err := os.ReadFile(name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, stream := range [][]byte{f.bytes(), golden} {
+		f.check(t, bytes.NewReader(stream))
+		at := bytes.Index(stream, []byte{byte(bundle.TypeFilled), 0, 2, 0, 0, 0, 0, 1})
+		if at < 0 {
+			t.Fatal("no section that may be skipped")
+		}
+		// A reader that does not know it.
+		stream = bytes.ReplaceAll(stream, []byte{byte(bundle.TypeFilled), 0, 2, 0, 0, 0}, []byte{99, 0, 2, 0, 0, 0})
+		newStartupFixture().check(t, bytes.NewReader(stream))
+	}
+	section := func(payload ...byte) string {
+		return string([]byte{byte(bundle.TypeFilled), 0, byte(len(payload)), 0, 0, 0}) + string(payload)
+	}
+	sets := func(w *bundle.Writer, f *startupFixture) {
+		w.Startup(f.sets[0], f.tocs[0])
+	}
+	for _, c := range []struct {
+		name  string
+		write func(w *bundle.Writer, f *startupFixture)
+		then  string
+	}{
+		{"before its set", nil, section(0, 1)},
+		{"twice", sets, section(0, 1) + section(0, 1)},
+		{"of another image", sets, section(1, 1)},
+		{"none", sets, section(0, 0)},
+		{"more than there are", sets, section(0, 3)},
+		{"too long", sets, section(0, 1, 0)},
+		{"cut", sets, section(0)},
+		{"after pages", func(w *bundle.Writer, f *startupFixture) { sets(w, f); w.Pages(0, 0, f.frames[0][0]) }, section(0, 1)},
+		{"after the plan", func(w *bundle.Writer, f *startupFixture) {
+			w.Startup(f.sets[1], f.tocs[1])
+			w.Plan(&bundle.Plan{})
+		}, section(1, 1)},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			f := newStartupFixture()
+			var b bytes.Buffer
+			w := bundle.NewWriter(&b)
+			f.header(w)
+			if c.write != nil {
+				c.write(w, f)
+			}
+			if err := w.Flush(); err != nil {
+				t.Fatal(err)
+			}
+			b.WriteString(c.then)
+			if _, _, err := readAll(&b, f.req); !errors.Is(err, bundle.ErrCorrupt) {
+				t.Errorf("got %v", err)
+			}
+		})
+	}
+}
+
 func TestStartupRefused(t *testing.T) {
 	for _, c := range []struct {
 		name  string

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"hash/crc32"
+	"maps"
 	"math/bits"
 	"slices"
 
@@ -70,31 +71,32 @@ func lay(services []planned, t *toc.TOC) *Store {
 		needs  []uint32
 	}
 	byPlace := func(a, b piece) int { return cmp.Or(cmp.Compare(a.Content, b.Content), cmp.Compare(a.First, b.First)) }
-	classes := map[uint64][]piece{}
+	// class is of pages that the same services have, and for the same of them are filled in: a bit each.
+	type class struct{ of, filled uint64 }
+	classes := map[class][]piece{}
 	sweep(spans, func(r trace.Run, of []span) {
-		mask := uint64(0)
+		var in class
 		p := piece{ranked: ranked{Run: r}, needs: make([]uint32, len(of))}
 		slices.SortFunc(of, func(a, b span) int { return cmp.Compare(a.of, b.of) })
 		for i, v := range of {
-			mask |= 1 << v.of
-			p.needs[i] = v.clip(r.First, r.End()).at
+			in.of |= 1 << v.of
+			if p.needs[i] = v.clip(r.First, r.End()).at; p.needs[i] >= filledAt {
+				in.filled |= 1 << v.of
+			}
 		}
 		p.at = slices.Min(p.needs)
-		classes[mask] = append(classes[mask], p)
+		classes[in] = append(classes[in], p)
 	})
-	masks := make([]uint64, 0, len(classes))
-	for m := range classes {
-		masks = append(masks, m)
-	}
-	slices.SortFunc(masks, func(a, b uint64) int {
-		return cmp.Or(cmp.Compare(bits.OnesCount64(b), bits.OnesCount64(a)), cmp.Compare(a, b))
+	order := slices.SortedFunc(maps.Keys(classes), func(a, b class) int {
+		return cmp.Or(cmp.Compare(bits.OnesCount64(b.of), bits.OnesCount64(a.of)), cmp.Compare(a.of, b.of), cmp.Compare(a.filled, b.filled))
 	})
 
 	type need struct{ frame, at uint32 }
 	needs := make([][]need, len(services))
 	var common []need
-	for _, mask := range masks {
-		list := classes[mask]
+	for _, in := range order {
+		list := classes[in]
+		filled := in.of == in.filled // by all
 		slices.SortFunc(list, func(a, b piece) int { return cmp.Or(cmp.Compare(a.at, b.at), byPlace(a, b)) })
 		for from, at := 0, int64(0); from < len(list); {
 			end, next := from, at
@@ -115,16 +117,19 @@ func lay(services []planned, t *toc.TOC) *Store {
 				return
 			}
 			f := uint32(len(s.Frames))
-			merged := trace.Merge(open)
+			merged := open
+			if !filled {
+				merged = trace.Merge(open)
+			}
 			s.Frames = append(s.Frames, Frame{Raw: uint32(raw), First: uint32(len(s.Runs)), Count: uint32(len(merged))})
 			s.Runs = append(s.Runs, merged...)
-			rest := mask
+			rest := in.of
 			for _, at := range first {
 				i := bits.TrailingZeros64(rest)
 				rest &= rest - 1
 				needs[i] = append(needs[i], need{f, at})
 			}
-			if 2*bits.OnesCount64(mask) >= len(services) {
+			if 2*bits.OnesCount64(in.of&^in.filled) >= len(services) {
 				common = append(common, need{f, slices.Min(first)})
 			}
 			open, first, raw, gone = open[:0], nil, 0, gone+raw
@@ -132,10 +137,16 @@ func lay(services []planned, t *toc.TOC) *Store {
 		for _, p := range list {
 			for from := p.First; from < p.End(); {
 				target := int64(frameTarget)
-				if gone >= togetherFrom {
+				switch {
+				case filled:
+					target = filledTarget
+				case gone >= togetherFrom:
 					target = togetherTarget
 				}
 				room := uint32((target - raw) / trace.BlockSize)
+				if filled {
+					room = min(room, filledRun-from%filledRun)
+				}
 				if room == 0 {
 					closeFrame()
 					continue
@@ -153,7 +164,7 @@ func lay(services []planned, t *toc.TOC) *Store {
 		}
 		closeFrame()
 	}
-	order := func(list []need) []uint32 {
+	sorted := func(list []need) []uint32 {
 		slices.SortStableFunc(list, func(a, b need) int { return cmp.Compare(a.at, b.at) })
 		out := make([]uint32, len(list))
 		for i, n := range list {
@@ -162,9 +173,14 @@ func lay(services []planned, t *toc.TOC) *Store {
 		return out
 	}
 	for i := range s.Services {
-		s.Services[i].Frames = order(needs[i])
+		s.Services[i].Frames = sorted(needs[i])
+		for _, n := range needs[i] {
+			if n.at >= filledAt {
+				s.Services[i].Filled++
+			}
+		}
 	}
-	s.Common = order(common)
+	s.Common = sorted(common)
 	return s
 }
 

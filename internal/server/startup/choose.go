@@ -187,6 +187,9 @@ func (e *evidence) choose(t *toc.TOC) (set, late []ranked) {
 			return
 		}
 		slices.Sort(places)
+		if i, _ := slices.BinarySearch(places, filledAt); i > 0 {
+			places = places[:i] // it was filled in another version, and touched here
+		}
 		r := ranked{piece, places[len(places)/2]}
 		switch {
 		case recorded > 0 && 4*recorded >= inRecorded,

@@ -27,6 +27,7 @@ type Set struct {
 	row    catalog.StartupImage
 	store  *Store
 	frames []uint32
+	filled int // of the last frames
 }
 
 // Find returns the set of the service that runs args on an image, whose TOC has the
@@ -47,7 +48,7 @@ func (s *Sets) Find(ctx context.Context, m Image, args []string, table *toc.TOC)
 	}
 	set := &Set{sets: s, row: row, store: store, Origin: bundle.OriginCommon, frames: store.Common}
 	if v := store.find(args); v != nil {
-		set.Origin, set.frames, set.Late = v.Origin, v.Frames, v.Late
+		set.Origin, set.frames, set.filled, set.Late = v.Origin, v.Frames, v.Filled, v.Late
 	}
 	if len(set.frames)+len(set.Late) == 0 {
 		return nil, nil
@@ -146,7 +147,11 @@ func (t *Set) Select(table *toc.TOC, wanted func(trace.Run) bool) *Delivery {
 	}
 	var frames []open
 	at, since := -1, uint32(0) // the frame of picks that is filled, and what went since
-	for _, f := range t.frames {
+	touched := 0               // frames of d before the filled ones
+	for i, f := range t.frames {
+		if i == len(t.frames)-t.filled {
+			touched, at = len(frames), -1
+		}
 		stored := &t.store.Frames[f]
 		var runs []uint32
 		raw, rest := uint32(0), len(d.Rest)
@@ -180,6 +185,9 @@ func (t *Set) Select(table *toc.TOC, wanted func(trace.Run) bool) *Delivery {
 			o.runs = append(o.runs, runs...)
 			o.from = append(o.from, pick{f, runs})
 		}
+	}
+	if t.filled > 0 {
+		d.Wire.Filled = len(frames) - touched
 	}
 	for _, o := range frames {
 		d.Wire.Frames = append(d.Wire.Frames, bundle.StartupFrame{

@@ -27,6 +27,14 @@ const (
 	fillRuns = 3
 	// fillShare bounds what is filled in: one page for so many of the set.
 	fillShare = 2
+	// filledAt is added to when a filled page is needed: of all of them a start touches a few, so
+	// they go after every page that a start was seen to touch, in frames of their own. A worker
+	// keeps these as they come, and writes of them what is asked for (bundle.Startup.Filled):
+	// in runs of filledRun pages, since what has a digest is written whole.
+	filledAt  = 1 << 30
+	filledRun = 4
+	// filledTarget is how many bytes of pages go into a frame: it is decoded for each run.
+	filledTarget = 128 << 10
 )
 
 // gap is a run of pages that may be filled in.
@@ -35,7 +43,7 @@ type gap struct {
 	lacks uint32 // how many of them are not in the set
 }
 
-// fill returns the pages to be filled into a set. doubtful are the runs of it that some traces have
+// fill returns the pages to be filled into a set, needed from filledAt on. doubtful are the runs of it that some traces have
 // and others have not. Both are in the order of content and page. Short gaps go first.
 func fill(set, doubtful []ranked, t *toc.TOC) []ranked {
 	var gaps []gap
@@ -60,7 +68,7 @@ func fill(set, doubtful []ranked, t *toc.TOC) []ranked {
 		add := func(first, end, at uint32) {
 			r := trace.Run{Content: content, First: first, Blocks: end - first}
 			if n := lacking(set, r); n > 0 {
-				gaps = append(gaps, gap{ranked{r, at}, n})
+				gaps = append(gaps, gap{ranked{r, filledAt + at%filledAt}, n})
 			}
 		}
 		// Twice the mean gap.

@@ -61,6 +61,12 @@ func TestFill(t *testing.T) {
 			inOrder(set)
 			got := fill(set, c.doubtful, oneFile(2000))
 			inOrder(got)
+			for i := range got {
+				if got[i].at < filledAt {
+					t.Errorf("%v is needed before pages that were touched", got[i])
+				}
+				got[i].at -= filledAt
+			}
 			if name == "far apart" {
 				// As many as half of the set, the nearest first.
 				if n := pages(got); n > pages(set)/2 || n < pages(set)/2-fillGap {

@@ -4,9 +4,68 @@ import (
 	"math/bits"
 	"testing"
 
+	"github.com/google/go-cmp/cmp"
+
+	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/format/toc"
 	"hydrofoil.dev/foil/internal/format/trace"
 )
+
+// Filled pages come after all others, in frames of their own and short runs; what is filled for
+// one service and touched by another is each of both.
+func TestFilledPagesComeLast(t *testing.T) {
+	table := &toc.TOC{Contents: []toc.Content{{Size: 1000 * trace.BlockSize}}}
+	run := func(first, n, at uint32) ranked { return ranked{trace.Run{First: first, Blocks: n}, at} }
+	s := lay([]planned{
+		{set: []ranked{run(0, 10, 0), run(21, 100, filledAt), run(121, 9, 10)}},
+		{set: []ranked{run(0, 10, 5), run(100, 10, 0)}},
+	}, table)
+	s.Digests = make([]segment.ID, len(s.Runs))
+	pages := func(frames []uint32) (out []trace.Run) {
+		for _, f := range frames {
+			out = append(out, s.Runs[s.Frames[f].First:][:s.Frames[f].Count]...)
+		}
+		return out
+	}
+	first, second := &s.Services[0], &s.Services[1]
+	touched := first.Frames[:len(first.Frames)-first.Filled]
+	if d := cmp.Diff([]trace.Run{{First: 0, Blocks: 10}, {First: 121, Blocks: 9}}, trace.Merge(pages(touched))); d != "" {
+		t.Errorf("touched (want, got):\n%s", d)
+	}
+	filled := pages(first.Frames[len(touched):])
+	if d := cmp.Diff([]trace.Run{{First: 21, Blocks: 100}}, trace.Merge(filled)); d != "" {
+		t.Errorf("filled (want, got):\n%s", d)
+	}
+	short := 0
+	for _, r := range filled {
+		if r.Blocks <= filledRun {
+			short += int(r.Blocks)
+		}
+	}
+	if short < 90 { // but those that the other service touched
+		t.Errorf("runs of filled pages: %v", filled)
+	}
+	if d := cmp.Diff([]trace.Run{{First: 0, Blocks: 10}, {First: 100, Blocks: 10}}, trace.Merge(pages(second.Frames))); d != "" || second.Filled != 0 {
+		t.Errorf("of the other service, %d filled (want, got):\n%s", second.Filled, d)
+	}
+	for _, r := range trace.Merge(pages(s.Common)) {
+		if r.First > 20 && r.First != 100 && r.First != 121 {
+			t.Errorf("common: %v", r)
+		}
+	}
+
+	for name, n := range map[string]int{"all": 1000, "none": 0, "the first pages": 20, "filled": 500} {
+		d := (&Set{store: s, frames: first.Frames, filled: first.Filled}).Select(table, func(r trace.Run) bool {
+			return int(r.First) < n && (name != "filled" || r.First > 20 && r.First < 121)
+		})
+		at := d.Wire.Frames[len(d.Wire.Frames)-d.Wire.Filled:]
+		for i, r := range d.Wire.Runs {
+			if is := r.First > 20 && r.First < 121; is != (len(at) > 0 && i >= int(at[0].First)) {
+				t.Errorf("%s: run %v of frames of which %d are filled", name, r, d.Wire.Filled)
+			}
+		}
+	}
+}
 
 // A service that goes back and forth gets what lies together in one go, once so much
 // has gone that nobody waits much longer for it.

@@ -455,7 +455,7 @@ func sameSets(a, b *Store) bool {
 	for i := range a.Services {
 		x, y := &a.Services[i], &b.Services[i]
 		if x.Origin != y.Origin || strings.Join(x.Args, "\x00") != strings.Join(y.Args, "\x00") ||
-			len(x.Frames) != len(y.Frames) || len(x.Frames) > 0 && !same(x.Frames, y.Frames) ||
+			x.Filled != y.Filled || len(x.Frames) != len(y.Frames) || len(x.Frames) > 0 && !same(x.Frames, y.Frames) ||
 			len(x.Late) != len(y.Late) || len(x.Late) > 0 && !same(x.Late, y.Late) {
 			return false
 		}

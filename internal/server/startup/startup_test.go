@@ -552,6 +552,7 @@ func golden(t testing.TB) (*image, *Store) {
 		{Service: Service{Origin: bundle.OriginInherited}, set: []ranked{{m.run(t, "/usr/lib/libc.so.6", 50, 20), 0}, {m.run(t, "/etc/passwd", 0, 0), 20}}},
 	}
 	s := lay(services, m.TOC)
+	s.Services[0].Filled = 1
 	s.TOC = m.Image.TOC
 	s.Digests = make([]segment.ID, len(s.Runs))
 	for i, r := range s.Runs {
@@ -577,7 +578,7 @@ func (s *Store) end() int64 {
 func TestGolden(t *testing.T) {
 	m, s := golden(t)
 	b := s.encode(m.TOC)
-	file := filepath.Join("testdata", "index.golden")
+	file := filepath.Join("testdata", "index-2.golden")
 	if *update {
 		if err := os.MkdirAll("testdata", 0o755); err != nil {
 			t.Fatal(err)
@@ -600,6 +601,17 @@ func TestGolden(t *testing.T) {
 	}
 	if d := cmp.Diff(s, got, cmpopts.IgnoreUnexported(Store{})); d != "" {
 		t.Errorf("got:\n%s", d)
+	}
+	before, err := os.ReadFile(filepath.Join("testdata", "index-1.golden"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got, err = decode(before[:len(before)-trailerSize], s.end(), m.x.Table(), m.Image.TOC); err != nil {
+		t.Fatal(err)
+	}
+	s.Services[0].Filled = 0
+	if d := cmp.Diff(s, got, cmpopts.IgnoreUnexported(Store{})); d != "" {
+		t.Errorf("of the version before, got:\n%s", d)
 	}
 	for n := range index {
 		if _, err := decode(index[:n], s.end(), m.x.Table(), m.Image.TOC); !errors.Is(err, ErrCorrupt) {

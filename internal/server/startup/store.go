@@ -22,7 +22,7 @@ import (
 
 const (
 	magic       = "HFPAGES\n"
-	version     = 1
+	version     = 2 // 1 had no Service.Filled
 	trailerSize = 8 + sha256.Size + len(magic)
 
 	maxServices = 64 // of an image: a bit each
@@ -52,6 +52,7 @@ type Service struct {
 	Args   []string
 	Origin string // one of bundle's
 	Frames []uint32
+	Filled int // how many of the last of Frames hold filled pages
 	// Late are pages that traces touched outside of the set, in their order.
 	Late []trace.Run
 }
@@ -123,6 +124,7 @@ func (s *Store) encode(t *toc.TOC) []byte {
 	b = appendOrder(b, s.Common)
 	for _, v := range s.Services {
 		b = appendOrder(b, v.Frames)
+		b = binary.AppendUvarint(b, uint64(v.Filled))
 		b = trace.AppendRuns(b, v.Late)
 	}
 	sum := sha256.Sum256(b)
@@ -219,8 +221,9 @@ func decode(b []byte, end int64, t *toc.TOC, d digest.Digest) (*Store, error) {
 
 func decodeIndex(b []byte, end int64, t *toc.TOC, d digest.Digest) (*Store, error) {
 	c := columns.Reader{B: b}
-	if v := c.Uint(math.MaxUint32); c.Err != nil || v != version {
-		return nil, fmt.Errorf("%w: version %d, this program reads %d", ErrCorrupt, v, version)
+	written := c.Uint(math.MaxUint32)
+	if c.Err != nil || written < 1 || written > version {
+		return nil, fmt.Errorf("%w: version %d, this program reads 1 to %d", ErrCorrupt, written, version)
 	}
 	var col [4]columns.Reader
 	rest := c.B
@@ -302,6 +305,14 @@ func decodeIndex(b []byte, end int64, t *toc.TOC, d digest.Digest) (*Store, erro
 		v := &s.Services[i]
 		if v.Frames, rest, err = nextOrder(rest, len(s.Frames)); err != nil {
 			return nil, err
+		}
+		if written > 1 {
+			c := columns.Reader{B: rest}
+			v.Filled = int(c.Uint(uint64(len(v.Frames)) + 1))
+			if c.Err != nil {
+				return nil, c.Err
+			}
+			rest = c.B
 		}
 		if v.Late, rest, err = trace.NextRuns(rest); err != nil {
 			return nil, err

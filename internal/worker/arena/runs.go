@@ -131,6 +131,31 @@ func (a *Arena) writeRun(k int, off int64, id segment.ID, data []byte) (complete
 	return completed, nil
 }
 
+// WritePart verifies all of segment i and writes of it what of [off, off+n), at least one byte of which it
+// has, is absent, with as much on either side as makes it whole multiples of around, bytes. A segment that
+// begins or ends within a block which that would need is written whole, as WriteSegment does.
+//
+// Errors: those of WriteSegment; ErrContradiction.
+func (a *Arena) WritePart(i int, data []byte, off, n, around int64) error {
+	l := a.layout
+	start, end := l.offsets[i], l.end(i)
+	first, after := (start+BlockSize-1)/BlockSize*BlockSize, end/BlockSize*BlockSize // of whole blocks
+	if l.contentEnd(l.contentOf(i)) == i+1 {
+		after = end
+	}
+	from, to := max(off/around*around, first), min((off+n+around-1)/around*around, after)
+	if l.Repeated(i) || max(off, start)/BlockSize*BlockSize < from || min(off+n, end) > to {
+		return a.WriteSegment(i, data)
+	}
+	if err := a.verify(i, data); err != nil {
+		return err
+	}
+	if _, err := a.writeRun(l.contentOf(i), from, l.ids[i], data[from-start:to-start]); err != nil {
+		return fmt.Errorf("write part of segment %s to arena %s: %w", l.ids[i], a.dir, explain(err))
+	}
+	return nil
+}
+
 // covered reports whether every block with bytes of segment i is present.
 func (a *Arena) covered(i int) bool {
 	to := int((a.layout.end(i)-1)/BlockSize) + 1

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"slices"
 	"testing"
 	"unsafe"
 
@@ -95,6 +96,70 @@ func TestWriteRun(t *testing.T) {
 	}
 	got, err := os.ReadFile(filepath.Join(a.Dir(), FileName))
 	if err != nil || !bytes.Equal(got, all) {
+		t.Errorf("the file differs from the contents: %v", err)
+	}
+}
+
+// What a read needs of a segment is written when all of it was verified, with what lies around it.
+func TestWritePart(t *testing.T) {
+	c, data := makeTOC([]piece{{1, 40_000}, {2, 50_001}}, []piece{{3, 100}})
+	l := layout(t, c, nil)
+	a, err := Create(t.TempDir(), l)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { a.Close() })
+	blocks := func() (out []int) {
+		for i := range int(l.Blocks()) {
+			if a.Present(int64(i)*BlockSize, 1) {
+				out = append(out, i)
+			}
+		}
+		return out
+	}
+	wrong := bytes.Clone(data[0])
+	wrong[39_999] ^= 1
+	if err := a.WritePart(0, wrong, 0, 1, BlockSize); !errors.Is(err, ErrWrongBytes) {
+		t.Errorf("wrong bytes elsewhere: %v", err)
+	}
+	var want []int
+	for _, s := range []struct {
+		segment        int
+		off, n, around int64
+		present        []int
+	}{
+		{0, 4096, 1, BlockSize, []int{1}},
+		{0, 4096, 1, BlockSize, nil},
+		{0, 13_000, 4096, 4 * BlockSize, []int{0, 2, 3, 4, 5, 6, 7}}, // pages 3 and 4
+		{1, 89_000, 1, 2 * BlockSize, []int{20, 21}},                 // the last one is short
+		{1, 86_017, 1, BlockSize, nil},
+		{1, 45_056, 1, 4 * BlockSize, []int{10, 11}}, // not those of the segment before
+	} {
+		if err := a.WritePart(s.segment, data[s.segment], s.off, s.n, s.around); err != nil {
+			t.Fatal(err)
+		}
+		want = append(want, s.present...)
+		slices.Sort(want)
+		want = slices.Compact(want)
+		if d := cmp.Diff(want, blocks()); d != "" {
+			t.Errorf("present after %+v (want, got):\n%s", s, d)
+		}
+	}
+	if a.HasSegment(0) || a.HasSegment(1) {
+		t.Error("a segment is marked of which blocks are absent")
+	}
+	// A page that two segments share comes with the whole of both.
+	if err := a.WritePart(0, data[0], 36_864, 4096, BlockSize); err != nil || a.Present(36_864, 1) {
+		t.Errorf("half of a page is there: %v", err)
+	}
+	if err := a.WritePart(1, data[1], 36_864, 4096, BlockSize); err != nil || !a.Present(0, 90_001) || !a.HasSegment(0) || !a.HasSegment(1) {
+		t.Errorf("both are not: %v", err)
+	}
+	if err := a.WritePart(2, data[2], l.Segment(2).Offset, 1, BlockSize); err != nil || !a.Complete() {
+		t.Errorf("the rest: %v", err)
+	}
+	got, err := os.ReadFile(filepath.Join(a.Dir(), FileName))
+	if err != nil || !bytes.Equal(got, contents(l, data)) {
 		t.Errorf("the file differs from the contents: %v", err)
 	}
 }

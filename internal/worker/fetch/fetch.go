@@ -217,6 +217,8 @@ type Pull struct {
 	origin   string                // of the first startup set
 	promoter promoter
 	hold     hold
+	kept     []*kept // frames that came while the server holds, and are to be written
+	keptSize int64   // bytes of them
 	joins    []*join
 	over     bool // nobody joins any more
 

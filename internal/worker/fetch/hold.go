@@ -48,6 +48,7 @@ func (p *Pull) release() {
 		p.promoter.add(p.current, true)
 	}
 	h.on, h.released = false, true
+	p.writeKept()
 }
 
 // holdLeft is for how long the server is to hold in the next stream.

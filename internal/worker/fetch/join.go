@@ -108,7 +108,7 @@ func (p *Pull) promoteWaiting() {
 		return
 	}
 	for r := range p.wanted {
-		if !p.brings(r) {
+		if !r.kept && !p.brings(r) {
 			p.current.wantAll(r)
 		}
 	}

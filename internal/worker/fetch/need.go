@@ -21,6 +21,7 @@ const (
 
 // reading is a read that waits.
 type reading struct {
+	kept   bool // frames that were kept have it, and are being written; p.mu guards it
 	arena  *arena.Arena
 	off, n int64
 }
@@ -37,16 +38,21 @@ func (p *Pull) Need(ctx context.Context, a *arena.Arena, off, n int64) error {
 		return nil
 	}
 	began := time.Now()
-	r := &reading{a, off, n}
+	r := &reading{arena: a, off: off, n: n}
 	p.mu.Lock()
 	p.wanted[r] = struct{}{}
 	w := Wait{Offset: off, Length: n, Began: began, Moved: p.moved.Load()}
-	if p.current != nil && !p.brings(r) {
+	var parts []job
+	parts, r.kept = p.keptFor(r)
+	if p.current != nil && !r.kept && !p.brings(r) {
 		w.Ahead = p.current.ahead(r)
 		w.Planned, w.Promoted = true, p.current.wantAll(r)
 	}
 	p.mu.Unlock()
 	i := p.opts.Waits.begin(w)
+	if parts != nil {
+		p.writeParts(r, parts)
+	}
 	err := a.Wait(ctx, off, n)
 	p.mu.Lock()
 	delete(p.wanted, r)

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"sync"
 
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/worker/arena"
@@ -15,7 +16,11 @@ type job struct {
 	set    *set   // that it is a frame of; nil: of the plan
 	frame  uint32 // its index there
 	data   []byte
-	buffer *buffer // that data is in
+	buffer *buffer         // that data is in; nil: in none
+	done   *sync.WaitGroup // to be told; the stream's jobs or parts
+	reads  []*reading      // what of the frame is to be written; nil: all
+	kept   *kept           // what it is a part of, if reads is not nil
+	shift  int             // how much around these, of a frame of the plan: as a power of two, blocks
 }
 
 // buffer holds one compressed frame. counted of its bytes are of inFlight.
@@ -55,14 +60,21 @@ func (p *Pull) worker() {
 	for j := range p.jobs {
 		switch {
 		case p.ctx.Err() != nil:
-		case j.set != nil:
-			raw = p.writePages(j, raw)
 		default:
-			raw = p.write(j, raw)
+			raw = p.writeJob(j, raw)
 		}
 		p.putBuffer(j.buffer)
-		j.stream.jobs.Done()
+		j.done.Done()
 	}
+}
+
+// writeJob writes what a job says. It returns raw, which it may have replaced by a
+// larger buffer.
+func (p *Pull) writeJob(j job, raw []byte) []byte {
+	if j.set != nil {
+		return p.writePages(j, raw)
+	}
+	return p.write(j, raw)
 }
 
 // write writes one frame. It returns raw, which it may have replaced by a
@@ -71,6 +83,7 @@ func (p *Pull) write(j job, raw []byte) []byte {
 	s := j.stream
 	raw, err := segment.DecodeFrame(raw[:0], j.data, int(s.plan.Frames[j.frame].RawLength))
 	if err != nil {
+		p.forget(j.kept)
 		s.damaged(j.frame, nil, err)
 		return raw
 	}
@@ -79,8 +92,14 @@ func (p *Pull) write(j job, raw []byte) []byte {
 		if id == wrong || a.HasSegment(i) && !a.Layout().Repeated(i) {
 			return nil
 		}
-		err := a.WriteSegment(i, raw[from:to])
+		var err error
+		if j.reads == nil {
+			err = a.WriteSegment(i, raw[from:to])
+		} else {
+			err = j.writeParts(a, i, raw[from:to])
+		}
 		if errors.Is(err, arena.ErrWrongBytes) {
+			p.forget(j.kept)
 			s.damaged(j.frame, &id, err)
 			wrong = id
 			return nil // the others may be right
@@ -92,6 +111,9 @@ func (p *Pull) write(j job, raw []byte) []byte {
 		// The disk, not the server: another stream would not help.
 		p.cancel(err)
 		return raw
+	}
+	if j.reads != nil {
+		return raw // counted when all of it is written
 	}
 	if wrong == (segment.ID{}) {
 		p.frames.Add(1)

@@ -47,6 +47,7 @@ type image struct {
 	// startup is the startup set of every service, a frame each, but of those in
 	// services, by their first argument.
 	startup  [][]trace.Run
+	filled   int // of the last frames of sets, at most all
 	services map[string][][]trace.Run
 	here     []trace.Run // is said to be on the worker
 }
@@ -460,6 +461,7 @@ func (s *server) startup(out *bundle.Writer, index int, m *image, req *bundle.Re
 		f.MaxLength = uint32(len(data))
 		set.Frames, frames = append(set.Frames, f), append(frames, data)
 	}
+	set.Filled = min(m.filled, len(set.Frames))
 	out.Startup(set, m.toc)
 	out.Flush()
 	for i, data := range frames {

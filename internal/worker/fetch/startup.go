@@ -86,6 +86,7 @@ func (p *Pull) writePages(j job, raw []byte) []byte {
 	runs, ids := j.set.Runs[f.First:f.First+f.Count], j.set.Digests[f.First:f.First+f.Count]
 	raw, err := segment.DecodeFrame(raw[:0], j.data, int(f.RawLength))
 	if err != nil {
+		p.forget(j.kept)
 		s.tornPages(j.frame, ids, err)
 		return raw
 	}
@@ -101,7 +102,8 @@ func (p *Pull) writePages(j job, raw []byte) []byte {
 		data := raw[at : at+n]
 		at += n
 		// What is used in place from another arena is here already.
-		if _, ok := j.set.arena.Layout().Offset(int(r.Content)); !ok {
+		base, ok := j.set.arena.Layout().Offset(int(r.Content))
+		if !ok || j.reads != nil && !j.reaches(j.set.arena, base+int64(r.First)*trace.BlockSize, n) {
 			continue
 		}
 		completed, werr := j.set.arena.WriteRun(r, ids[i], data)
@@ -121,7 +123,11 @@ func (p *Pull) writePages(j job, raw []byte) []byte {
 			here = append(here, r)
 		}
 	}
-	if p.opts.Pages != nil && len(here) > 0 {
+	if j.reads != nil && len(wrong) == 0 {
+		return raw // counted when all of it is written; it goes to who reads it
+	}
+	// Filled pages are not in anybody's way into the page cache.
+	if filled := int(j.frame) >= len(j.set.Frames)-j.set.Filled; p.opts.Pages != nil && len(here) > 0 && !filled {
 		p.opts.Pages(j.set.Index, j.set.Origin, here)
 	}
 	// The pages wait for the next sync that is due by time or for other bytes: it costs
@@ -130,6 +136,7 @@ func (p *Pull) writePages(j job, raw []byte) []byte {
 	p.pagesRaw.Add(written)
 	p.stored.Add(written)
 	if len(wrong) > 0 {
+		p.forget(j.kept)
 		s.tornPages(j.frame, wrong, err)
 		return raw
 	}

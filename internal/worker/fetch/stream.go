@@ -23,6 +23,7 @@ type stream struct {
 	id     string
 	cancel context.CancelCauseFunc
 	jobs   sync.WaitGroup // frames handed to workers
+	parts  sync.WaitGroup // what is written of frames that were kept
 
 	order []*target // of the Image sections
 	bases []int     // the number in the plan of each one's first segment
@@ -70,6 +71,7 @@ func (p *Pull) stream(stalls int) (err error) {
 	// What has been read may still be on its way to the arenas; the next
 	// request must know it.
 	s.end()
+	s.parts.Wait()
 	s.jobs.Wait()
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -110,6 +112,7 @@ func (s *stream) lacks(req *bundle.Request) error {
 func (s *stream) end() {
 	s.p.mu.Lock()
 	defer s.p.mu.Unlock()
+	s.p.writeKept()
 	s.ended = true
 	if s.p.current == s {
 		s.p.current, s.p.hold.on = nil, false
@@ -155,14 +158,26 @@ func (s *stream) read(ctx context.Context, resp io.Reader, req *bundle.Request) 
 		case *bundle.Pages:
 			p.pagesMoved.Add(int64(len(v.Data)))
 			j := job{stream: s, set: s.sets[v.Image], frame: v.Frame, data: v.Data, buffer: held}
-			held = nil
+			if later, now := p.keep(j); later {
+				if j = now; j.reads == nil {
+					continue
+				}
+			} else {
+				held = nil
+			}
 			if err := s.hand(ctx, j); err != nil {
 				return err
 			}
 		case *bundle.Frame:
 			s.arrived(v.Index)
 			j := job{stream: s, frame: v.Index, data: v.Data, buffer: held}
-			held = nil
+			if later, now := p.keep(j); later {
+				if j = now; j.reads == nil {
+					continue
+				}
+			} else {
+				held = nil
+			}
 			if err := s.hand(ctx, j); err != nil {
 				return err
 			}
@@ -172,6 +187,7 @@ func (s *stream) read(ctx context.Context, resp io.Reader, req *bundle.Request) 
 
 // hand gives a job to a worker.
 func (s *stream) hand(ctx context.Context, j job) error {
+	j.done = &s.jobs
 	s.jobs.Add(1)
 	select {
 	case s.p.jobs <- j:
