@@ -38,7 +38,8 @@
 //
 // A frame holds only pages that the same services have, and those of the same
 // services follow each other in the order of need: a service is a few ranges of
-// the object. The index is the version (1, a uvarint) and
+// the object. Filled pages, in frames of their own, come after all others of a service. The
+// index is the version (2, a uvarint) and
 //
 //	head      column: blocks: chain ID, digest of the TOC; per service: block, its
 //	          origin; uvarint count of arguments, and a block for each
@@ -48,8 +49,10 @@
 //	runs      list of runs as in package trace, frame by frame
 //	digests   column: SHA-256 of each run that is not all of its content
 //	common    order of the frames of the common set
-//	          per service: the order of its frames; list of runs: what traces
-//	          touched that is not in the set, in the order of need
+//	          per service: the order of its frames; uvarint: how many of the last
+//	          of them hold filled pages (not in version 1, which had such pages among
+//	          the others); list of runs: what traces touched that is not in the set, in
+//	          the order of need
 //
 // where an order is a column of varints: the number of a frame less that of the
 // one before and one (-1 before the first).

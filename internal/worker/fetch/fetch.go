@@ -10,8 +10,9 @@
 // frame goes to one of Options.Workers workers, which decodes it and hands each of its segments to
 // Arena.WriteSegment. A startup set comes before the plan: its frames go to the same workers,
 // and each page run to Arena.WriteRun; that of a service that joins the pull comes in a
-// stream of its own (join.go). Bytes are verified, written and
-// marked in these two places only. Every few seconds, and at the end, arenas are synced.
+// stream of its own (join.go). What a start is not likely to need is kept while the server holds,
+// and written as it is read (keep.go), by Arena.WritePart. Bytes are verified, written and
+// marked in these places only. Every few seconds, and at the end, arenas are synced.
 //
 // Open is called between two sections and nothing is read meanwhile; what
 // arrives waits in the connection's receive window, 16 MiB. So Open should
