@@ -63,8 +63,11 @@ func (s *Snapshotter) Expect(h *node.Header) {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.closed || s.pulls[h.Name] != nil || s.expected[h.Name] != nil || len(s.expected) >= mostExpected {
+	if s.closed || s.pulls[h.Name] != nil || s.asking[h.Name] > 0 || s.expected[h.Name] != nil || len(s.expected) >= mostExpected {
 		return
+	}
+	if r, ok := s.refused[h.Name]; ok && time.Now().Before(r.until) {
+		return // it goes the plain way
 	}
 	e := &expectation{done: make(chan struct{})}
 	e.timer = time.AfterFunc(expectFor, func() { s.expire(h.Name, e) })
@@ -78,9 +81,6 @@ func (s *Snapshotter) Expect(h *node.Header) {
 }
 
 func (s *Snapshotter) expect(h *node.Header, p *pulled, e *expectation) error {
-	if err := s.mark(h.Name); err != nil {
-		return err
-	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.closed || s.expected[h.Name] != e {
@@ -106,13 +106,17 @@ func (s *Snapshotter) expect(h *node.Header, p *pulled, e *expectation) error {
 	})
 	if err != nil {
 		_ = os.Remove(s.expectedFile(h.Name))
+		// It may be half written, or not be durable. Nobody relies on it: who asks
+		// for the image waits for this.
+		_ = os.Remove(s.marker(h.Name))
 		return err
 	}
 	e.made = made
 	return nil
 }
 
-// noteExpected writes the file of an expectation.
+// noteExpected writes the file of an expectation, and the marker of its image,
+// which has to be durable before the image is pulled.
 func (s *Snapshotter) noteExpected(image string, made []*record) error {
 	x := expected{Boot: s.boot}
 	for _, r := range made {
@@ -122,7 +126,10 @@ func (s *Snapshotter) noteExpected(image string, made []*record) error {
 	if err != nil {
 		return err
 	}
-	return os.WriteFile(s.expectedFile(image), b, 0o600)
+	if err := os.WriteFile(s.expectedFile(image), b, 0o600); err != nil {
+		return err
+	}
+	return os.WriteFile(s.marker(image), []byte(image), 0o600)
 }
 
 // claim makes the snapshots that were made for an image's header those of the

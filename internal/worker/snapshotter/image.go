@@ -164,12 +164,14 @@ func (s *Snapshotter) pull(ctx context.Context, name string) (_ *pulled, why str
 		return nil, r.why, nil
 	}
 	delete(s.refused, name)
+	s.asking[name]++
 	e := s.expected[name]
 	if e != nil {
 		e.asked = true // from here on it is the caller's
 		e.timer.Stop()
 	}
 	s.mu.Unlock()
+	defer s.answered(name)
 
 	if e != nil {
 		<-e.done
@@ -233,6 +235,15 @@ func (s *Snapshotter) pull(ctx context.Context, name string) (_ *pulled, why str
 	})
 	s.pulls[name] = p
 	return p, "", nil
+}
+
+// answered says that the node has answered who asked for an image.
+func (s *Snapshotter) answered(name string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.asking[name]--; s.asking[name] == 0 {
+		delete(s.asking, name)
+	}
 }
 
 // shorten keeps a reason within what containerd allows for a label, and makes it

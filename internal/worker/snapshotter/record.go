@@ -234,7 +234,7 @@ func (s *Snapshotter) makeLazy(ctx context.Context, key, parent, image string, p
 			}
 		}
 		// Before the transaction ends: what it names is on the disk.
-		return s.syncDirs(made)
+		return s.syncDirs(made, s.marker(image))
 	})
 	if err != nil {
 		for _, r := range made {
@@ -288,15 +288,21 @@ func (s *Snapshotter) makeDir(r *record, held *node.Held) error {
 	return os.WriteFile(s.lazy(r.ID), b, 0o600)
 }
 
-// syncDirs makes directories durable that makeDir has made. All is synced at once,
+// syncDirs makes directories durable that makeDir has made, and the marker of an
+// image that is expected only. All is synced at once,
 // which the disk makes one write of: there is no order in it, since a snapshot's
 // directory counts for nothing before the transaction has ended.
-func (s *Snapshotter) syncDirs(made []*record) error {
+func (s *Snapshotter) syncDirs(made []*record, marker string) error {
 	if len(made) == 0 {
 		return nil
 	}
 	var all errgroup.Group
 	all.Go(func() error { return syncFile(filepath.Join(s.opts.Dir, "snapshots")) })
+	if made[0].expected {
+		for _, path := range []string{marker, filepath.Dir(marker)} {
+			all.Go(func() error { return syncFile(path) })
+		}
+	}
 	for _, r := range made {
 		for _, path := range []string{s.lazy(r.ID), s.dir(r.ID)} {
 			all.Go(func() error { return syncFile(path) })

@@ -141,7 +141,9 @@ type Snapshotter struct {
 	// expected are the images that containerd has resolved and not asked for yet,
 	// by name.
 	expected map[string]*expectation
-	closed   bool
+	// asking counts who has asked for an image, and has no answer from the node.
+	asking map[string]int
+	closed bool
 
 	boot string         // the kernel's boot_id
 	work sync.WaitGroup // what makes expected snapshots
@@ -179,7 +181,7 @@ func Open(ctx context.Context, opts Options) (_ *Snapshotter, err error) {
 	if err := check(opts.Dir); err != nil {
 		return nil, err
 	}
-	s := &Snapshotter{opts: opts, log: opts.Logger, records: make(map[string]*record), pulls: make(map[string]*pulled), refused: make(map[string]refusal), expected: make(map[string]*expectation), paths: newPaths()}
+	s := &Snapshotter{opts: opts, log: opts.Logger, records: make(map[string]*record), pulls: make(map[string]*pulled), refused: make(map[string]refusal), expected: make(map[string]*expectation), asking: make(map[string]int), paths: newPaths()}
 	if s.boot, err = bootID(); err != nil {
 		return nil, err
 	}
