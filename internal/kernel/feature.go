@@ -39,6 +39,8 @@ const (
 	FeatureGate = "a gate"
 )
 
+const preContentFix = "use Linux 6.14 or newer with CONFIG_FANOTIFY_ACCESS_PERMISSIONS"
+
 // missing is why a feature is not there, with a remedy that is better than the
 // table's.
 type missing struct {
@@ -61,7 +63,7 @@ type probed struct {
 var table = []probed{
 	{"root", true, "", "run as root (sudo)", probeRoot},
 	{FeatureErofs, false, "Linux 6.12", "use Linux 6.12 or newer with CONFIG_EROFS_FS and CONFIG_EROFS_FS_BACKED_BY_FILE", probeErofs},
-	{FeaturePreContent, false, "Linux 6.14", "use Linux 6.14 or newer with CONFIG_FANOTIFY_ACCESS_PERMISSIONS", probePreContent},
+	{FeaturePreContent, false, "Linux 6.14", preContentFix, probePreContent},
 	{FeatureGated, false, "Linux 6.14", "put the root directory on ext4, XFS or btrfs: tmpfs and overlayfs cannot be gated", probeGated},
 	{FeatureGate, true, "Linux 6.12", "use Linux 6.14 or newer, or 6.12 or newer with FUSE (modprobe fuse), and put the root directory on ext4, XFS or btrfs", probeGate},
 	{"root directory", true, "", "put the root directory on ext4, XFS or btrfs", probeFilesystem},

@@ -114,33 +114,45 @@ func leastErofs() []byte {
 	return b
 }
 
-func probePreContent(context.Context, string) (string, error) {
-	group, err := NewFanotifyGroup()
-	if err != nil {
-		return "", err
+// probePreContent marks a file. A group alone proves nothing: its class is older
+// than the events (Linux 6.13 makes one). A kernel that has them, on a filesystem
+// that has not, says EOPNOTSUPP.
+func probePreContent(_ context.Context, dir string) (string, error) {
+	err := markFile(dir)
+	if errors.Is(err, unix.EOPNOTSUPP) {
+		return "", nil
 	}
-	return "", group.Close()
+	return "", err
 }
 
 func probeGated(_ context.Context, dir string) (string, error) {
+	err := markFile(dir)
+	if errors.Is(err, unix.EINVAL) {
+		return "", &missing{"the kernel has no pre-content events", preContentFix}
+	}
+	return "", err
+}
+
+// markFile has a group watch a file in dir.
+func markFile(dir string) error {
 	group, err := NewFanotifyGroup()
 	if err != nil {
-		return "", err
+		return err
 	}
 	defer group.Close()
 	f, err := os.Create(filepath.Join(dir, "arena"))
 	if err != nil {
-		return "", err
+		return err
 	}
 	defer f.Close()
 	err = MarkPreAccess(group, f)
 	if err == nil {
-		return "", UnmarkPreAccess(group, f)
+		return UnmarkPreAccess(group, f)
 	}
 	if errno := unix.Errno(0); errors.As(err, &errno) {
 		err = fmt.Errorf("mark a file: %w", errno)
 	}
-	return "", err
+	return err
 }
 
 func probeOverlay(_ context.Context, dir string) (string, error) {
