@@ -9,6 +9,7 @@ import (
 
 	"hydrofoil.dev/foil/internal/progress"
 	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/node"
 )
 
 func newGCCommand() *cobra.Command {
@@ -29,12 +30,15 @@ goes that nothing uses.
 Each line says of one thing whether it goes, what that frees or what it takes,
 and why. With --dry-run nothing is changed.
 
-Exit codes: 0; 1 no daemon answers, or the limit makes no sense.`,
+Exit codes: 0; 1 no daemon answers; 2 the limit makes no sense.`,
 		Example: `  foil gc --dry-run
   foil gc --limit 20GB
   foil gc --dry-run --limit 0 --json | jq '.items[] | select(.goes)'`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			if _, err := node.ParseLimit(req.Limit); err != nil {
+				return usagef("--limit: %w", err)
+			}
 			return ask(cmd.Context(), root, func(ctx context.Context, c *api.Client) error {
 				r, err := c.GC(ctx, req)
 				if err != nil {

@@ -45,6 +45,7 @@ func (f *traceFlags) add(cmd *cobra.Command) {
 	fs.StringVar(&f.probe, "probe", "", "`PROBE` that tells when the service is ready, as for foil run")
 	fs.DurationVar(&f.trace.After, "after", time.Second, "with a probe: how long a ready service goes on, for what its first users need; use it meanwhile")
 	fs.DurationVar(&f.trace.Quiet, "quiet", 3*time.Second, "without a probe: how long nothing new is read when the service counts as ready")
+	fs.DurationVar(&f.trace.Timeout, "timeout", 10*time.Minute, "how long the service may take to be ready; 0: as long as it likes")
 	fs.IntVar(&f.runs, "runs", 1, "how often to run the service; pages that at least a quarter of the runs touch count")
 	fs.StringVar(&f.entrypoint, "entrypoint", "", "`COMMAND` in place of the image's entrypoint and command")
 	fs.StringArrayVarP(&f.opts.Spec.Env, "env", "e", nil, "set `KEY=VALUE`, or pass on the caller's KEY; may be repeated")
@@ -76,6 +77,8 @@ func (f *traceFlags) apply(args []string) (err error) {
 		return usagef("--net %s: say host or none", f.net)
 	case f.runs < 1 || f.runs > 100:
 		return usagef("--runs %d: say 1 to 100", f.runs)
+	case f.trace.Timeout < 0:
+		return usagef("--timeout %v: say how long, for example 5m; 0: no limit", f.trace.Timeout)
 	case f.trace.Quiet <= 0:
 		return usagef("--quiet %v: say how long, for example 3s", f.trace.Quiet)
 	}
@@ -112,8 +115,8 @@ has ended with code 0.
 With --json each run is a line of JSON on standard output; its last member lists
 what was touched: path, first page, pages, and seconds since the start.
 
-Exit codes: 0; 1 the service did not become ready, or the trace could not be
-taken or sent (it is printed all the same).`,
+Exit codes: 0; 1 the service did not become ready, or not within --timeout, or the
+trace could not be taken or sent (it is printed all the same); 130 interrupted.`,
 		Example: `  foil trace --probe tcp:6379 registry.example/redis:7
   foil trace --runs 5 --probe http:8080/health registry.example/app:v2
   foil trace --no-send --json --probe exit registry.example/python:3 -- python3 -c 'import ssl'`,
@@ -161,6 +164,9 @@ func (f *traceFlags) run(cmd *cobra.Command, file io.Writer) (last *picture.Trac
 	var failed error
 	for i := range f.runs {
 		res, err := f.once(cmd, c, i)
+		if err != nil && cmd.Context().Err() != nil {
+			return nil, &exitError{130, errors.New("interrupted: the container was stopped, and its trace was not taken")}
+		}
 		if err != nil {
 			return nil, advise(f.root, err)
 		}

@@ -380,6 +380,14 @@ func TestFoilTrace(t *testing.T) {
 	if code != 1 || !strings.Contains(errOut, "oh no") || !strings.Contains(errOut, "exit code 7") {
 		t.Errorf("a service that fails: code %d, %q", code, errOut)
 	}
+	for _, how := range [][]string{{"--probe", "stdout:^never$"}, {"--quiet", "1h"}} {
+		_, errOut, code = command(t, append(append([]string{"trace", "--root", w.root, "--no-send", "--timeout", "1s"}, how...),
+			ref, "--", "trap 'exit 0' TERM; busybox sleep 1000 & wait")...)
+		if code != 1 || !strings.Contains(errOut, "was not ready after 1s") {
+			t.Errorf("a service that is never ready, %v: code %d, %q", how, code, errOut)
+		}
+	}
+	w.leavesNothing(t)
 }
 
 // startupOf asks for the startup sets of an image, through the command.

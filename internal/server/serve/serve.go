@@ -268,6 +268,9 @@ func (s *Server) listen(ctx context.Context) error {
 
 	var config net.ListenConfig
 	l, err := config.Listen(ctx, "tcp", s.opts.Listen)
+	if errors.Is(err, unix.EADDRINUSE) {
+		return fmt.Errorf("%w: end what listens there (ss -ltnp shows it), or name another address", err)
+	}
 	if err != nil {
 		return err
 	}

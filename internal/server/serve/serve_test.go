@@ -202,6 +202,14 @@ func TestOneServerARoot(t *testing.T) {
 	start(t, serve.Options{Root: root})
 }
 
+func TestAddressInUse(t *testing.T) {
+	s := start(t, serve.Options{Root: t.TempDir()})
+	_, err := serve.Start(t.Context(), serve.Options{Root: t.TempDir(), Listen: s.Addr()})
+	if err == nil || !strings.Contains(err.Error(), "end what listens there") {
+		t.Errorf("%v, want an error that says what to do", err)
+	}
+}
+
 func TestOptions(t *testing.T) {
 	for _, opts := range []serve.Options{
 		{},

@@ -274,6 +274,12 @@ func TestNormalRef(t *testing.T) {
 		{"", "", "repository name must have at least one component"},
 		{"r.example/Redis", "", "must be lowercase"},
 		{"r.example/redis@sha256:0a", "", "invalid reference format"},
+		{"r.example:65535/redis", "r.example:65535/redis:latest", ""},
+		{"r.example:65536/redis", "", "ports are 1 to 65535"},
+		{"[::1]:0/redis", "", "ports are 1 to 65535"},
+		{"r.example:99999999999999999999999/redis", "", "ports are 1 to 65535"},
+		{strings.Repeat("x", 300) + ".example/redis", "", "no host has such a long name"},
+		{"r.example/" + strings.Repeat("x", 3000), "", "xxx...\": repository name must not be more than"},
 	} {
 		got, err := api.NormalRef(test.in)
 		if got != test.want {

@@ -230,7 +230,17 @@ func (r *run) note(ctx context.Context, id string, ready time.Time) {
 // reach waits until the container is ready, and for what else Until asks.
 func (r *run) reach(ctx, before context.Context, proc *runner.Container) error {
 	if r.o.Probe != nil {
-		if err := r.o.Probe.Wait(ctx, probed{proc, r.Runner}); err != nil {
+		limited, cancel := ctx, func() {}
+		if r.tracing != nil && r.tracing.Timeout > 0 {
+			limited, cancel = context.WithTimeout(ctx, r.tracing.Timeout)
+		}
+		err := r.o.Probe.Wait(limited, probed{proc, r.Runner})
+		late := limited.Err() != nil && ctx.Err() == nil
+		cancel()
+		switch {
+		case err != nil && late:
+			return r.notReady()
+		case err != nil:
 			return err
 		}
 		ready := time.Now()

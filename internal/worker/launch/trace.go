@@ -21,6 +21,8 @@ type TraceOptions struct {
 	// After is how long a container that is ready by its probe goes on, and what it
 	// reads is part of its trace: what the first that use it need. 0: none.
 	After time.Duration
+	// Timeout is how long a container may take to be ready; 0: as long as it likes.
+	Timeout time.Duration
 	// Progress is called now and then while the container runs; nil: nobody
 	// listens.
 	Progress func(api.TraceStatus)
@@ -64,6 +66,11 @@ func (w *Worker) Trace(ctx context.Context, o Options, t TraceOptions) (*api.Tra
 	return r.tracing.result, nil
 }
 
+// notReady is the error of a container that has had its time.
+func (r *run) notReady() error {
+	return fmt.Errorf("trace %s: the service was not ready after %v: is the probe right for it? What it says is what foil run shows", r.o.Pull.Ref, r.tracing.Timeout)
+}
+
 // trace takes the trace of a container that was ready at that time.
 func (r *run) trace(ctx context.Context, proc *runner.Container, ready time.Time) (err error) {
 	req := api.TraceRequest{Args: r.args, Started: r.began, Ready: ready, Until: ready, Send: r.tracing.Send, Credential: r.o.Pull.Credential}
@@ -84,10 +91,18 @@ func (r *run) trace(ctx context.Context, proc *runner.Container, ready time.Time
 func (r *run) traceQuiet(ctx context.Context, proc *runner.Container) error {
 	tick := time.NewTicker(tracePoll)
 	defer tick.Stop()
+	var late <-chan time.Time
+	if r.tracing.Timeout > 0 {
+		timer := time.NewTimer(r.tracing.Timeout)
+		defer timer.Stop()
+		late = timer.C
+	}
 	for {
 		select {
 		case <-ctx.Done():
 			return context.Cause(ctx)
+		case <-late:
+			return r.notReady()
 		case <-proc.Done():
 			ready := time.Now()
 			if code, err := proc.Wait(ctx); err != nil || code != 0 {

@@ -218,7 +218,7 @@ func (r *rootfs) readRecord(name string) error {
 		return err
 	}
 	if err := json.Unmarshal(b, &r.rec); err != nil {
-		return err
+		return fmt.Errorf("%s: it is damaged: %w", r.path(name), err)
 	}
 	if err := checkVersion(r.path(name), r.rec.Version, rootfsVersion); err != nil {
 		return err
