@@ -68,7 +68,7 @@ func (n *Node) Verify(ctx context.Context, name string, emit func(api.VerifyEven
 		}
 	}
 	for _, c := range v.bad {
-		if err := bad(v.paths()[c]); err != nil {
+		if err := bad(v.path(c)); err != nil {
 			return err
 		}
 	}
@@ -83,7 +83,7 @@ type verifier struct {
 	emit  func(api.VerifyEvent) error
 	buf   []byte
 	bad   []int32
-	named map[int32]string
+	names *names
 	since int64 // bytes since the last event
 }
 
@@ -134,7 +134,7 @@ func (v *verifier) content(file io.ReaderAt, c int32, at int64, present func(off
 		}
 		b := v.buf[:s.Length]
 		if _, err := file.ReadAt(b, off); err != nil {
-			return fmt.Errorf("read %s: %w", v.paths()[c], err)
+			return fmt.Errorf("read %s: %w", v.path(c), err)
 		}
 		v.ev.Checked += int64(s.Length)
 		v.since += int64(s.Length)
@@ -154,24 +154,13 @@ func (v *verifier) content(file io.ReaderAt, c int32, at int64, present func(off
 	return nil
 }
 
-// paths names each content by the first path that has it.
-func (v *verifier) paths() map[int32]string {
-	if v.named == nil {
-		v.named = paths(v.t)
+// path names a content by a path that has it.
+func (v *verifier) path(c int32) string {
+	if v.names == nil {
+		v.names = namesOf(v.t)
 	}
-	return v.named
-}
-
-// paths names each content of a TOC by the first path that has it.
-func paths(t *toc.TOC) map[int32]string {
-	named := make(map[int32]string)
-	t.Walk(func(path string, inode int) {
-		c := t.Inodes[inode].Content
-		if _, ok := named[c]; !ok && c >= 0 {
-			named[c] = path
-		}
-	})
-	return named
+	path, _ := v.names.path(c)
+	return path
 }
 
 // read reads and verifies TOC and placement.

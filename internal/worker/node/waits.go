@@ -87,7 +87,7 @@ func (n *Node) namer(r *rootfs) func(off, length int64) (path string, page int64
 		n.log.Debug("name the reads that waited", "rootfs", r.rec.ChainID, "error", err)
 		return nameless
 	}
-	names := paths(have.toc)
+	names := namesOf(have.toc)
 	return func(off, length int64) (string, int64) {
 		first, end := l.SegmentsIn(off, length)
 		if first >= end {
@@ -95,6 +95,7 @@ func (n *Node) namer(r *rootfs) func(off, length int64) (path string, page int64
 		}
 		content := l.Content(first)
 		at, _ := l.Offset(content)
-		return names[int32(content)], max(0, off-at) / trace.BlockSize
+		path, _ := names.path(int32(content))
+		return path, max(0, off-at) / trace.BlockSize
 	}
 }

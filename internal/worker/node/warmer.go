@@ -46,14 +46,14 @@ type laid struct {
 	r     *rootfs
 	toc   *toc.TOC
 	place placement
-	paths func() map[int32]string // by content; made when it is needed
+	names func() *names // made when they are needed
 }
 
 // laid notes that p has laid out r.
 func (p *pull) laid(r *rootfs, t *toc.TOC, place placement) {
 	p.warm.mu.Lock()
 	defer p.warm.mu.Unlock()
-	p.warm.laid = &laid{r, t, place, sync.OnceValue(func() map[int32]string { return paths(t) })}
+	p.warm.laid = &laid{r, t, place, sync.OnceValue(func() *names { return namesOf(t) })}
 }
 
 // pages is told of page runs that have been written to the arena.
@@ -148,7 +148,7 @@ type mounted struct {
 func (m *mounted) read(run trace.Run, before func(off, n int64)) {
 	fd, open := m.fds[run.Content]
 	if !open {
-		path, named := m.paths()[int32(run.Content)]
+		path, named := m.names().path(int32(run.Content))
 		if !named {
 			return
 		}
