@@ -3,9 +3,11 @@ package e2e
 import (
 	"context"
 	"encoding/json"
+	"fmt"
 	"net/http"
 	"net/url"
 	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -235,6 +237,45 @@ func TestMirrorCRI(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+// The daemon is killed when an image has been resolved and its snapshots are being
+// made, for which nobody will ask: the next one has none of it.
+func TestMirrorKilled(t *testing.T) {
+	needBusybox(t)
+	s := startServer(t, t.TempDir())
+	f := newFront(t, s, true)
+	w := startMirrored(t, f)
+	img := runnable(t, 20, 5_000)
+	s.push("app", "1", img)
+	args := w.cmd.Args
+	at := args[slices.Index(args, "--mirror-listen")+1]
+	eventually(t, "snapshots are made of an image that is resolved", func() error {
+		r, err := http.Head("http://" + at + "/v2/app/manifests/1?ns=registry.example")
+		if err != nil {
+			return err
+		}
+		r.Body.Close()
+		if made, _ := filepath.Glob(filepath.Join(w.root, "snapshotter/expected/*")); len(made) == 0 {
+			return fmt.Errorf("the mirror says %s, and none is", r.Status)
+		}
+		return nil
+	})
+	w.kill()
+	hosts := w.hosts
+	w = startWorker(t, w.root, args[slices.Index(args, w.root)+1:]...)
+	w.hosts = hosts
+	if left, _ := filepath.Glob(filepath.Join(w.root, "snapshotter/*/*")); len(left) > 0 {
+		t.Errorf("left: %q", left)
+	}
+	if refs := w.imageRefs(); len(refs) > 0 {
+		t.Errorf("images: %q", refs)
+	}
+	c := startContainerd(t, containerd2, w)
+	c.pullFrom(t, w, "registry.example/app:1", "--snapshotter", "hydrofoil")
+	if got, want := c.run(t, "registry.example/app:1", "one", dataSums), wantData(t, img); got != want {
+		t.Errorf("a container read\n%s\nwant\n%s", got, want)
 	}
 }
 

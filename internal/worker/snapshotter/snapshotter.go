@@ -208,8 +208,12 @@ func Open(ctx context.Context, opts Options) (_ *Snapshotter, err error) {
 // directories without a snapshot, layers half unpacked. Nothing is made meanwhile.
 func (s *Snapshotter) dropUnfinished(ctx context.Context) error {
 	err := s.Cleanup(ctx)
-	if errdefs.IsNotFound(err) { // there has been no snapshot yet
-		err = nil
+	if errdefs.IsNotFound(err) { // there has been no snapshot yet: none of these is one's
+		var dirs []string
+		dirs, err = filepath.Glob(filepath.Join(s.opts.Dir, "snapshots", "*"))
+		for _, dir := range dirs {
+			err = errors.Join(err, os.RemoveAll(dir))
+		}
 	}
 	half, globErr := filepath.Glob(filepath.Join(s.opts.Dir, "snapshots", "*", "unpack"))
 	err = errors.Join(err, globErr)
