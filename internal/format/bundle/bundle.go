@@ -158,6 +158,9 @@ const (
 // ErrCorrupt is returned, wrapped, for a stream that breaks the rules.
 var ErrCorrupt = errors.New("corrupt bundle")
 
+// ErrForeign is an ErrCorrupt: something else answers than a server of bundles.
+var ErrForeign = fmt.Errorf("%w: it does not start like one", ErrCorrupt)
+
 // Hello starts a stream.
 type Hello struct {
 	Version int

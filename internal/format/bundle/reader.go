@@ -93,7 +93,7 @@ func (r *Reader) next() (any, error) {
 			return nil, err
 		}
 		if string(m[:]) != magic {
-			return nil, fmt.Errorf("%w: it does not start like one", ErrCorrupt)
+			return nil, ErrForeign
 		}
 	}
 	var head [headLength]byte

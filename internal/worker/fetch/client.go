@@ -421,6 +421,9 @@ func (c *Client) do(ctx context.Context, q call) (*response, error) {
 		msg, _ := io.ReadAll(io.LimitReader(r, 4<<10))
 		e := &StatusError{Method: q.method, URL: u, Status: resp.StatusCode}
 		e.describe(msg)
+		if to := resp.Header.Get("Location"); to != "" && e.Status/100 == 3 {
+			e.Message = "it redirects to " + to
+		}
 		switch e.Status {
 		case http.StatusTooManyRequests, http.StatusServiceUnavailable:
 			e.After = min(bundle.RetryAfter(resp.Header, time.Now()), MostAfter)

@@ -25,6 +25,9 @@ func TestErrorsHaveCodes(t *testing.T) {
 	}{
 		{syscall.ENOSPC, api.CodeNoSpace, "free space"},
 		{status(404, "page not found"), api.CodeUnsupported, "no Hydrofoil server"},
+		{status(307, "it redirects to https://h/x"), api.CodeUnsupported, "name that host"},
+		{bundle.ErrForeign, api.CodeUnsupported, "no Hydrofoil server"},
+		{bundle.ErrCorrupt, api.CodeCorrupt, ""},
 		{status(403, ""), api.CodeUnauthorized, ""},
 		{said(bundle.CodeNotFound), api.CodeNotFound, ""},
 		{said(bundle.CodeInvalid), api.CodeInvalid, ""},
