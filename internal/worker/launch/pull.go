@@ -21,6 +21,7 @@ func (r *run) pull(ctx context.Context) {
 	r.mu.Lock()
 	r.pulling = true
 	r.mu.Unlock()
+	close(r.asking)
 	req := r.o.Pull
 	req.Until = api.Complete
 	req.Entrypoint, req.Args, req.Probed = r.o.Spec.Entrypoint, r.o.Spec.Args, r.o.Probe != nil && r.tracing == nil

@@ -104,7 +104,7 @@ func (o *Options) prepare() (err error) {
 }
 
 func (w *Worker) newRun(o Options) *run {
-	r := &run{Worker: w, o: o, mounted: make(chan struct{}), pulled: make(chan struct{})}
+	r := &run{Worker: w, o: o, asking: make(chan struct{}), mounted: make(chan struct{}), pulled: make(chan struct{})}
 	r.counts.Ref = o.Pull.Ref
 	return r
 }
@@ -118,6 +118,7 @@ type run struct {
 	pulling bool       // the run asked the daemon to pull
 	counts  api.Event  // the latest event or status of the pull
 
+	asking  chan struct{} // closed when the daemon is about to be asked for a pull
 	mounted chan struct{} // closed when containers can start
 	pulled  chan struct{} // closed when the pull has ended
 	pullErr error         // how; valid when pulled is closed
@@ -143,7 +144,14 @@ func (r *run) run(ctx context.Context) (code int, err error) {
 	started := make(chan *runner.Container, 1)
 	helpers.Go(func() { r.signals(always, started, interrupt) })
 	helpers.Go(func() { r.pull(always) })
-	helpers.Go(r.Runner.Warm)
+	helpers.Go(func() {
+		r.Runner.Warm()
+		select {
+		case <-r.asking: // the server, which takes as long
+			r.Runner.Rehearse(always)
+		case <-r.pulled:
+		}
+	})
 
 	id, dir, err := r.prepare(before)
 	if err != nil {

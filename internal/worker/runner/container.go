@@ -13,6 +13,8 @@ import (
 	"sync"
 
 	"golang.org/x/sys/unix"
+
+	"hydrofoil.dev/foil/internal/kernel"
 )
 
 // Container is a container that this process has started.
@@ -54,7 +56,9 @@ func (r *Runner) start(ctx context.Context, id, dir string, o IO) (*Container, e
 	if err != nil {
 		return nil, err
 	}
-	log, pidFile := filepath.Join(dir, "runc.log"), filepath.Join(dir, "pid")
+	log := filepath.Join(dir, "runc.log")
+	pidFile, dropPIDFile := pidFile(dir)
+	defer dropPIDFile()
 	if err := os.Remove(log); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return nil, errors.Join(err, s.abort())
 	}
@@ -106,6 +110,17 @@ func (r *Runner) start(ctx context.Context, id, dir string, o IO) (*Container, e
 	c := &Container{ID: id, runner: r, process: process, streams: s, ended: make(chan struct{})}
 	go c.follow()
 	return c, nil
+}
+
+// pidFile returns where runc shall write the number of the container's first
+// process, and what removes it. runc waits until it is on the disk, and a start for
+// runc, so that it is in memory where that can be.
+func pidFile(dir string) (path string, drop func()) {
+	memory, err := kernel.MemoryDir()
+	if err != nil {
+		return filepath.Join(dir, "pid"), func() {}
+	}
+	return fmt.Sprintf("/proc/%d/fd/%d/pid", os.Getpid(), memory.Fd()), func() { _ = memory.Close() }
 }
 
 // follow ends with the container; Close waits for it.
