@@ -48,27 +48,34 @@ const pieceBit = 1 << 63
 // writeContents lists what lies in the rootfs's own arena, laid out by l.
 func writeContents(path string, t *toc.TOC, l *arena.Layout) error {
 	type record struct {
-		id  *segment.ID
-		off uint64
+		first uint64 // 8 bytes of id
+		id    *segment.ID
+		off   uint64
 	}
 	recs := make([]record, 0, l.Segments())
+	add := func(id *segment.ID, off uint64) {
+		recs = append(recs, record{binary.BigEndian.Uint64(id[:]), id, off})
+	}
 	for i := range t.Contents {
 		off, ok := l.Offset(i)
 		if !ok {
 			continue
 		}
 		c := &t.Contents[i]
-		recs = append(recs, record{&c.ID, uint64(off)})
+		add(&c.ID, uint64(off))
 		if c.Segments == 1 {
 			continue
 		}
 		for k := c.First; k < c.First+c.Segments; k++ {
 			if s := &t.Segments[k]; !s.ID.IsHole() {
-				recs = append(recs, record{&s.ID, uint64(off+s.Offset) | pieceBit})
+				add(&s.ID, uint64(off+s.Offset)|pieceBit)
 			}
 		}
 	}
 	slices.SortFunc(recs, func(a, b record) int {
+		if c := cmp.Compare(a.first, b.first); c != 0 {
+			return c
+		}
 		if c := bytes.Compare(a.id[:], b.id[:]); c != 0 {
 			return c
 		}
@@ -180,9 +187,24 @@ func (c *contents) join(want []int32, id func(int32) *segment.ID, fn func(want i
 
 // sortByID sorts numbers by the ID that id gives for them.
 func sortByID(numbers []int32, id func(int32) *segment.ID) {
-	slices.SortFunc(numbers, func(a, b int32) int {
-		return bytes.Compare(id(a)[:], id(b)[:])
+	// IDs are digests: nearly always their first 8 bytes, which lie together here, tell.
+	type keyed struct {
+		first  uint64
+		number int32
+	}
+	list := make([]keyed, len(numbers))
+	for i, n := range numbers {
+		list[i] = keyed{binary.BigEndian.Uint64(id(n)[:]), n}
+	}
+	slices.SortFunc(list, func(a, b keyed) int {
+		if c := cmp.Compare(a.first, b.first); c != 0 {
+			return c
+		}
+		return bytes.Compare(id(a.number)[:], id(b.number)[:])
 	})
+	for i, k := range list {
+		numbers[i] = k.number
+	}
 }
 
 // writeFileAtomic makes path hold data, or what it held before, after a crash

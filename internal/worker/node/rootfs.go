@@ -355,8 +355,11 @@ func (n *Node) place(r *rootfs, t *toc.TOC, p *pull) placement {
 		place[i], left[i] = unplaced, int32(i)
 	}
 	id := func(c int32) *segment.ID { return &t.Contents[c].ID }
-	sortByID(left, id)
-	for _, other := range n.lenders(p) {
+	lenders := n.lenders(p)
+	if len(lenders) > 0 {
+		sortByID(left, id)
+	}
+	for _, other := range lenders {
 		if len(left) == 0 || len(r.rec.Arenas) == maxArenas-1 {
 			break
 		}
@@ -531,6 +534,20 @@ func (n *Node) offsets(r *rootfs, t *toc.TOC, place placement, visit func(i int,
 			return nil, err
 		}
 		here := place.in(i)
+		n.mu.Lock()
+		a := other.arena
+		n.mu.Unlock()
+		if other == r && a != nil {
+			// It was laid out by this TOC just now.
+			for _, c := range here {
+				off, ok := a.Layout().Offset(int(c))
+				if !ok {
+					return nil, fmt.Errorf("the arena of rootfs %s has no place for content %d", r.rec.ChainID, c)
+				}
+				offsets[c] = off
+			}
+			continue
+		}
 		id := func(c int32) *segment.ID { return &t.Contents[c].ID }
 		sortByID(here, id)
 		found := 0
