@@ -76,6 +76,7 @@ var table = []probed{
 	{FeatureFUSE, false, "Linux 2.6.14", "load the module (modprobe fuse)", probeFUSE},
 	{"FUSE passthrough", false, "Linux 6.9", "use Linux 6.9 or newer with CONFIG_FUSE_PASSTHROUGH", probePassthrough},
 	{"loop devices", false, "Linux 2.6", "load the module (modprobe loop)", probeLoop},
+	{"SELinux", false, "", "install the policy for containers (container-selinux): without it the processes of confined containers may not read what their image is kept in", probeSELinux},
 	{"TCP with BBR", false, "Linux 4.9", BBRFix, probeBBR},
 }
 

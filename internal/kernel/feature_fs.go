@@ -155,6 +155,14 @@ func markFile(dir string) error {
 	return err
 }
 
+func probeSELinux(context.Context, string) (string, error) {
+	label, err := selinux{"/"}.containerFiles()
+	if label == "" && err == nil {
+		return "not used", nil
+	}
+	return "what containers read is labelled " + label, err
+}
+
 func probeOverlay(_ context.Context, dir string) (string, error) {
 	path := func(name string) string { return filepath.Join(dir, name) }
 	for _, name := range []string{"lower", "upper", "work", "mnt"} {

@@ -276,12 +276,16 @@ func MountFuse(target string) (*os.File, error) {
 	if err != nil {
 		return nil, fmt.Errorf("%w (modprobe fuse loads the module)", &os.PathError{Op: "open", Path: "/dev/fuse", Err: err})
 	}
-	err = mountNew("fuse", target, []option{
+	options := []option{
 		{"source", "hydrofoil", false},
 		{"fd", fmt.Sprint(dev), false},
 		{"rootmode", "40000", false}, {"user_id", "0", false}, {"group_id", "0", false},
 		{"max_read", fmt.Sprint(FuseMaxRead), false},
-	}, unix.MOUNT_ATTR_RDONLY|unix.MOUNT_ATTR_NOSUID|unix.MOUNT_ATTR_NODEV|unix.MOUNT_ATTR_NOEXEC, unix.FsconfigCreate)
+	}
+	if label, err := (selinux{"/"}).containerFiles(); err == nil && label != "" {
+		options = append(options, option{"context", label, false})
+	}
+	err = mountNew("fuse", target, options, unix.MOUNT_ATTR_RDONLY|unix.MOUNT_ATTR_NOSUID|unix.MOUNT_ATTR_NODEV|unix.MOUNT_ATTR_NOEXEC, unix.FsconfigCreate)
 	if err != nil {
 		unix.Close(dev)
 		return nil, fmt.Errorf("mount FUSE at %s: %w", target, err)

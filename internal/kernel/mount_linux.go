@@ -73,10 +73,16 @@ func DiskReadAhead(path string) (int, error) {
 }
 
 // MountErofs mounts read-only. Set-user-ID bits and device nodes work in the
-// mount: containers need them. The error holds what the kernel logged.
+// mount: containers need them. Under SELinux the files get the label that lets containers
+// read them. The error holds what the kernel logged.
 func MountErofs(e Erofs) error {
 	what := fmt.Sprintf("mount EROFS image %s at %s", e.Image, e.Target)
 	source, devices := e.Image, e.Devices
+	for _, path := range append([]string{e.Image}, e.Devices...) {
+		if err := (selinux{"/"}).share(path); err != nil {
+			return fmt.Errorf("%s: %w", what, err)
+		}
+	}
 	if e.Loop {
 		loops, err := attachLoops(append([]string{e.Image}, e.Devices...))
 		// The mount holds them from then on.
