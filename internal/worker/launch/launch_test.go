@@ -336,7 +336,7 @@ func TestNotStarted(t *testing.T) {
 		{"no such command", func(_ *host, o *Options) { o.Spec.Entrypoint = []string{"nope"} }, ExitNoCommand, "executable file not found"},
 		{"no such file", func(_ *host, o *Options) { o.Spec.Entrypoint = []string{"/bin/nope"} }, ExitNoCommand, "no such file"},
 		{"not executable", func(_ *host, o *Options) { o.Spec.Entrypoint = []string{"/etc/data"} }, ExitNoExec, "permission denied"},
-		{"a directory", func(_ *host, o *Options) { o.Spec.Entrypoint = []string{"/bin"} }, ExitNoExec, "permission denied"},
+		{"a directory", func(_ *host, o *Options) { o.Spec.Entrypoint = []string{"/bin"} }, ExitNoExec, `exec: "/bin": `},
 		{"no such user", func(_ *host, o *Options) { o.Spec.User = "nobody-here" }, ExitFailed, "nobody-here"},
 		{"bad name", func(_ *host, o *Options) { o.Pull.Ref = "busybox" }, ExitFailed, "no registry host"},
 		{"no runc", func(h *host, _ *Options) { h.Runner.Command = "runc-is-not-here" }, ExitFailed, "runc is not installed"},
