@@ -352,6 +352,44 @@ func TestDamagedTOCsOnTheServer(t *testing.T) {
 	intact(t, w, ref, img)
 }
 
+// Bytes of packs that have changed below a running server are noticed by the
+// worker, which says so when it resumes: the server makes them anew.
+func TestDamagedPacksOnTheServer(t *testing.T) {
+	s := startServer(t, t.TempDir())
+	img := manyFiles(t, 50, 60_000, 7, 0)
+	ref := s.push("wrong", "1", img)
+	w := startWorker(t, workerRoot(t))
+	w.mustPull(ref, api.Complete) // and so it is prepared
+	if err := w.client.RemoveImage(t.Context(), ref); err != nil {
+		t.Fatal(err)
+	}
+	damaged := 0
+	err := filepath.WalkDir(filepath.Join(s.root, "objects", "packs"), func(path string, d os.DirEntry, err error) error {
+		if err != nil || !d.Type().IsRegular() {
+			return err
+		}
+		f, err := os.OpenFile(path, os.O_RDWR, 0)
+		if err != nil {
+			return err
+		}
+		defer f.Close()
+		info, err := f.Stat()
+		if err != nil || info.Size() < 1<<20 {
+			return err
+		}
+		damaged++
+		_, err = f.WriteAt([]byte("8 bytes!"), info.Size()/3)
+		return err
+	})
+	if err != nil || damaged == 0 {
+		t.Fatalf("damaged %d packs: %v", damaged, err)
+	}
+	intact(t, w, ref, img)
+	if !strings.Contains(s.log.String(), "a stored frame is damaged") {
+		t.Error("the server noticed nothing")
+	}
+}
+
 func TestHeaderCorruptOnTheWay(t *testing.T) {
 	s := startServer(t, t.TempDir())
 	img := manyFiles(t, 50, 1000, 7, 0)

@@ -489,6 +489,21 @@ func TestDecodeRequest(t *testing.T) {
 	if got, err := bundle.DecodeRequest(newer); err != nil || !cmp.Equal(good, got) {
 		t.Errorf("a request with a field that nobody knows yet: %+v, %v", got, err)
 	}
+	id := segment.Sum([]byte("bytes"))
+	named := *good
+	for range bundle.MaxDamaged {
+		named.Damaged = append(named.Damaged, id)
+	}
+	if got, err := bundle.DecodeRequest(mustJSON(named)); err != nil || !cmp.Equal(&named, got) {
+		t.Errorf("a request that names what arrived damaged: %v", err)
+	}
+	named.Damaged = append(named.Damaged, id)
+	if _, err := bundle.DecodeRequest(mustJSON(named)); err == nil {
+		t.Errorf("%d segments that arrived damaged: accepted", len(named.Damaged))
+	}
+	if b := mustJSON(good); bytes.Contains(b, []byte("damaged")) {
+		t.Errorf("where nothing arrived damaged, %s", b)
+	}
 	for name, body := range map[string]string{
 		"empty":         ``,
 		"no images":     `{"versions":[1]}`,
@@ -498,6 +513,9 @@ func TestDecodeRequest(t *testing.T) {
 		"bad digest":    `{"versions":[1],"images":[{"repository":"a","reference":"b"}],"have":[{"chain_id":"x","toc":"y"}]}`,
 		"long hold":     `{"versions":[1],"images":[{"repository":"a","reference":"b"}],"hold":30000000001}`,
 		"negative hold": `{"versions":[1],"images":[{"repository":"a","reference":"b"}],"hold":-1}`,
+		"damaged hole":  `{"versions":[1],"images":[{"repository":"a","reference":"b"}],"damaged":["sha256:` + strings.Repeat("0", 64) + `"]}`,
+		"short segment": `{"versions":[1],"images":[{"repository":"a","reference":"b"}],"damaged":["sha256:12"]}`,
+		"no segment":    `{"versions":[1],"images":[{"repository":"a","reference":"b"}],"damaged":[[1,2]]}`,
 		"two":           `{"versions":[1],"images":[{"repository":"a","reference":"b"}]}{}`,
 	} {
 		if _, err := bundle.DecodeRequest([]byte(body)); err == nil {
@@ -566,10 +584,13 @@ func FuzzDecodePlan(f *testing.F) {
 }
 
 func FuzzDecodeRequest(f *testing.F) {
-	f.Add(mustJSON(newFixture().req))
+	named := *newFixture().req
+	f.Add(mustJSON(named))
+	named.Damaged = []segment.ID{segment.Sum(nil)}
+	f.Add(mustJSON(named))
 	f.Fuzz(func(t *testing.T, b []byte) {
 		req, err := bundle.DecodeRequest(b)
-		if err == nil && (len(req.Images) == 0 || len(req.Images) > bundle.MaxImages) {
+		if err == nil && (len(req.Images) == 0 || len(req.Images) > bundle.MaxImages || len(req.Damaged) > bundle.MaxDamaged) {
 			t.Fatal("limits are not kept")
 		}
 	})

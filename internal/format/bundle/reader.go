@@ -491,6 +491,12 @@ func DecodeRequest(b []byte) (*Request, error) {
 	if req.Hold < 0 || req.Hold > MaxHold {
 		return nil, fmt.Errorf("bundle request: hold for %v, at most %v", req.Hold, MaxHold)
 	}
+	if n := len(req.Damaged); n > MaxDamaged {
+		return nil, fmt.Errorf("bundle request: %d segments arrived damaged, at most %d are named", n, MaxDamaged)
+	}
+	if slices.ContainsFunc(req.Damaged, segment.ID.IsHole) {
+		return nil, errors.New("bundle request: a hole arrived damaged, and holes are not sent")
+	}
 	for _, m := range req.Images {
 		if m.Repository == "" || m.Reference == "" {
 			return nil, errors.New("bundle request: an image without repository or reference")
@@ -509,6 +515,7 @@ func DecodeRequest(b []byte) (*Request, error) {
 
 // Limits of a Request.
 const (
-	MaxImages = 64
-	MaxHave   = 4096
+	MaxImages  = 64
+	MaxHave    = 4096
+	MaxDamaged = 256
 )

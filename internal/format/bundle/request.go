@@ -6,6 +6,8 @@ import (
 
 	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+
+	"hydrofoil.dev/foil/internal/format/segment"
 )
 
 // Paths and media types of the bundle protocol, on the server's HTTP port.
@@ -56,6 +58,11 @@ type Request struct {
 	// passed or Promotion.Release comes: what a start lacks all the same then has the
 	// line for itself. Nanoseconds.
 	Hold time.Duration `json:"hold,omitempty"`
+	// Damaged, at most MaxDamaged, are segments and page runs of these images that arrived with other
+	// bytes than their digests name; one of a frame that did not decode. They are no more
+	// than a hint: the server looks at its own copies of the frames that hold them, and makes anew
+	// what it finds wrong itself. Older workers name none, older servers do not look.
+	Damaged []segment.ID `json:"damaged,omitempty"`
 }
 
 // MaxHold bounds Request.Hold: a server does not keep a stream's plan for longer that

@@ -40,3 +40,15 @@ func ParseID(s string) (ID, error) {
 	}
 	return id, nil
 }
+
+// MarshalText returns what String does.
+func (id ID) MarshalText() ([]byte, error) { return []byte(id.String()), nil }
+
+// UnmarshalText reads what ParseID does.
+func (id *ID) UnmarshalText(b []byte) error {
+	v, err := ParseID(string(b))
+	if err == nil {
+		*id = v
+	}
+	return err
+}

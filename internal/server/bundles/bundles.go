@@ -5,7 +5,8 @@
 // The way of one pull. The request is decoded and its images are resolved; what
 // fails up to here is an HTTP error with a bundle.Error as its body. Then the
 // stream begins: Hello; for each image its rootfs is made if it is asked for the
-// first time (ingest), and its Image section is sent at once; the startup sets
+// first time (ingest), or repaired if something is wrong with it that the worker says
+// arrived damaged (see damage.go), and its Image section is sent at once; the startup sets
 // that were asked for are sent, as far as the worker lacks them, while the plan
 // of the rest is made; the plan is sent; the frames are read from their packs and
 // sent, two runs ahead of the network; where that can be they go from the packs'
@@ -86,6 +87,7 @@ type Handler struct {
 	sets    *startup.Sets
 	mux     *http.ServeMux
 	results *prometheus.CounterVec
+	checks  checks
 
 	mu       sync.Mutex
 	suspects map[digest.Digest]bool // guarded by mu: chain IDs to repair before they are served again
@@ -116,6 +118,7 @@ func New(o Options) *Handler {
 		results: metrics.Counters(prometheus.CounterOpts{Name: "foil_serve_bundles_total",
 			Help: "Bundles that were asked for: sent to their end, refused (no such image, or not for bundles), failed, or cut off by the worker or the link, which resume."},
 			[]string{"result"}, metrics.Each(resultSent, resultRefused, resultFailed, resultCut)...),
+		checks: newChecks(),
 	}
 	h.sets = startup.New(startup.Options{
 		Catalog: o.Catalog, Objects: o.Objects, Load: h.loadTOC, Max: o.StartupMax, Memory: o.Memory / 8, Log: o.Log,
@@ -147,7 +150,7 @@ func refused(e *bundle.Error) string {
 
 // Metrics returns what tells of bundles.
 func (h *Handler) Metrics() prometheus.Collector {
-	return metrics.Collectors{h.results, prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "foil_serve_bundles_running",
+	return metrics.Collectors{h.results, h.checks.results, prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "foil_serve_bundles_running",
 		Help: "Bundles that are being sent."}, func() float64 { return float64(h.streams.count()) })}
 }
 
@@ -224,7 +227,7 @@ func (h *Handler) pull(w http.ResponseWriter, r *http.Request) {
 	slow := newPatient(w, h.o.Patience)
 	defer slow.end()
 	out := bundle.NewWriter(slow)
-	s := &pull{h: h, req: req, images: images, w: out, queue: &queue{}}
+	s := &pull{h: h, req: req, images: images, w: out, queue: &queue{}, client: client(r)}
 	s.flush = func() error { return errors.Join(out.Flush(), slow.Flush()) }
 	s.takeOver = func() (*direct, error) { return h.takeOver(slow, r) }
 	keep := false
@@ -267,6 +270,7 @@ type pull struct {
 	w      *bundle.Writer
 	flush  func() error
 	queue  *queue
+	client string // who asks, as client says
 	// takeOver makes direct, if that can be; w and flush then write on it.
 	takeOver func() (*direct, error)
 	direct   *direct
@@ -357,6 +361,7 @@ func (p *pull) run(ctx context.Context, id string) error {
 	if err := cmp.Or(err, plan.error); err != nil {
 		return err
 	}
+	p.makeAnew(plan.Sources)
 	p.queue.start(plan.Sources)
 	defer p.queue.hold(p.hold(deliveries))()
 	if err := p.w.Plan(&plan.Wire); err != nil {
@@ -395,7 +400,12 @@ func (p *pull) header(ctx context.Context, i int, m *Resolved) (*planner.Index, 
 		x       *planner.Index
 		err     error
 	)
-	p.meanwhile(func() { r, encoded, x, err = p.h.whole(ctx, m) })
+	p.meanwhile(func() {
+		if r, encoded, x, err = p.h.whole(ctx, m); err == nil && p.damaged(ctx, m, x) {
+			p.h.suspect(m)
+			r, encoded, x, err = p.h.whole(ctx, m)
+		}
+	})
 	if err != nil {
 		return nil, nil, err
 	}

@@ -105,7 +105,7 @@ func (r *Resolved) resolveManifest(ctx context.Context, cat catalog.Repositories
 	_ = asking.Wait() // errs has them
 	blob, err := blobs[0], errs[0]
 	if err != nil {
-		return notFound(err, fmt.Sprintf("config %s is not in the repository", c.Digest))
+		return notFound(err, fmt.Sprintf("config %s is not in the repository; push the image again", c.Digest))
 	}
 	if blob.Size > bundle.MaxManifest {
 		return unsupported("config %s has %d bytes, at most %d", c.Digest, blob.Size, bundle.MaxManifest)
@@ -135,7 +135,7 @@ func (r *Resolved) resolveManifest(ctx context.Context, cat catalog.Repositories
 		}
 		blob, err := blobs[1+i], errs[1+i]
 		if err != nil {
-			return notFound(err, fmt.Sprintf("layer %s is not in the repository", l.Digest))
+			return notFound(err, fmt.Sprintf("layer %s is not in the repository; push the image again", l.Digest))
 		}
 		r.Layers = append(r.Layers, Layer{Digest: l.Digest, DiffID: diffIDs[i], MediaType: l.MediaType, Size: blob.Size})
 	}

@@ -46,7 +46,7 @@ func (p *pull) startup(ctx context.Context, d *planner.Difference, alone []*plan
 		if err != nil && ctx.Err() == nil {
 			p.h.log.Warn("image is sent without its startup set", "image", ref(m.Repository, m.Reference), "error", err)
 		}
-		if set == nil {
+		if set == nil || p.setDamaged(ctx, set, x.Table()) {
 			continue
 		}
 		sets[i] = set

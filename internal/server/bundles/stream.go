@@ -331,7 +331,7 @@ func (from source) fill(ctx context.Context, sources []planner.Source, direct bo
 			_, err = io.ReadFull(c.reader, c.buf[start:])
 		}
 		if err != nil {
-			return fmt.Errorf("read %d bytes at %d of pack %s: %w", p.Length, p.Offset, p.Pack, err)
+			return fmt.Errorf("read %d bytes at %d of pack %s: %w", p.Length, p.Offset, p.Pack, planner.Lost(err))
 		}
 	}
 	if c.file == nil {

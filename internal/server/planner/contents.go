@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"syscall"
 
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/format/toc"
@@ -30,7 +31,7 @@ func (c *Contents) Place(n uint32) uint64 {
 }
 
 // Segment returns the bytes of segment n of the TOC, verified, valid until the
-// next call.
+// next call. Errors: ErrDamaged; objects.ErrNotFound.
 func (c *Contents) Segment(ctx context.Context, n uint32) ([]byte, error) {
 	s := &c.TOC.Segments[n]
 	if s.ID.IsHole() {
@@ -40,13 +41,13 @@ func (c *Contents) Segment(ctx context.Context, n uint32) ([]byte, error) {
 	f := &c.Index.frames[at]
 	if c.last != at+1 {
 		c.last = 0
-		p := Part{Pack: c.Index.packs[f.pack], Offset: f.offset, Length: f.length, RawLength: f.raw}
+		p := c.Index.Frame(n)
 		b, err := ReadPart(ctx, c.Objects, p, nil)
 		if err != nil {
 			return nil, err
 		}
 		if c.raw, err = segment.DecodeFrame(c.raw[:0], b, int(f.raw)); err != nil {
-			return nil, fmt.Errorf("frame at %d of pack %s: %w", f.offset, p.Pack, err)
+			return nil, fmt.Errorf("frame at %d of pack %s: %w: %w", f.offset, p.Pack, ErrDamaged, err)
 		}
 		c.last, c.verified = at+1, 0
 	}
@@ -57,7 +58,7 @@ func (c *Contents) Segment(ctx context.Context, n uint32) ([]byte, error) {
 	b := c.raw[from : from+s.Length]
 	if c.verified != n+1 {
 		if segment.Sum(b) != s.ID {
-			return nil, fmt.Errorf("segment %s in pack %s: its bytes are others", s.ID, c.Index.packs[f.pack])
+			return nil, fmt.Errorf("segment %s in frame at %d of pack %s: %w: its bytes are others", s.ID, f.offset, c.Index.packs[f.pack], ErrDamaged)
 		}
 		c.verified = n + 1
 	}
@@ -67,6 +68,15 @@ func (c *Contents) Segment(ctx context.Context, n uint32) ([]byte, error) {
 // ErrDamaged is returned, wrapped, for a pack that does not have what an index
 // says.
 var ErrDamaged = errors.New("damaged pack")
+
+// Lost marks the error of a read as ErrDamaged when what was read is to blame for
+// it: it ends too soon, or the disk cannot read it.
+func Lost(err error) error {
+	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, syscall.EIO) {
+		return fmt.Errorf("%w: %w", ErrDamaged, err)
+	}
+	return err
+}
 
 // OpenPart opens a stored frame, or several one after the other, to read them,
 // encoded. Errors: objects.ErrNotFound; ErrDamaged when the pack is shorter.
@@ -94,7 +104,7 @@ func ReadPart(ctx context.Context, store objects.Store, p Part, buf []byte) ([]b
 	}
 	defer r.Close()
 	if _, err := io.ReadFull(r, buf); err != nil {
-		return nil, fmt.Errorf("read %d bytes at %d of pack %s: %w", p.Length, p.Offset, p.Pack, err)
+		return nil, fmt.Errorf("read %d bytes at %d of pack %s: %w", p.Length, p.Offset, p.Pack, Lost(err))
 	}
 	return buf, nil
 }

@@ -205,6 +205,24 @@ func (x *Index) Table() *toc.TOC { return x.table }
 // Len returns the number of segments of the TOC.
 func (x *Index) Len() int { return len(x.segments) }
 
+// Find returns the number of a segment in the TOC; of equal ones the lowest.
+func (x *Index) Find(id segment.ID) (n uint32, ok bool) {
+	prefix := binary.BigEndian.Uint64(id[:])
+	i, _ := slices.BinarySearch(x.prefix, prefix)
+	for ; i < len(x.prefix) && x.prefix[i] == prefix; i++ {
+		if x.segments[x.order[i]].ID == id {
+			return x.order[i], true
+		}
+	}
+	return 0, false
+}
+
+// Frame returns the frame in which segment n of the TOC, no hole, rests.
+func (x *Index) Frame(n uint32) Part {
+	f := &x.frames[x.frameOf[n]]
+	return Part{Pack: x.packs[f.pack], Offset: f.offset, Length: f.length, RawLength: f.raw}
+}
+
 // Memory returns about how many bytes the index takes in memory.
 func (x *Index) Memory() int64 {
 	return int64(len(x.segments)*(48+4+4+4+8) + len(x.table.Contents)*48 + len(x.frames)*32 + len(x.lengths)*4 + 1024)

@@ -394,3 +394,40 @@ func BenchmarkPlan(b *testing.B) {
 		b.ReportMetric(float64(len(encoded)), "bytes")
 	})
 }
+
+// TestFind finds each segment by its ID, with the frame that has it, and no other.
+func TestFind(t *testing.T) {
+	x := toctest.Synthetic(300, 1)
+	p := newPacker(64 << 10)
+	p.layer("packs/a", x.Segments[:len(x.Segments)/2])
+	p.layer("packs/b", x.Segments)
+	ix := p.index(t, x)
+	for i, s := range x.Segments {
+		n, ok := ix.Find(s.ID)
+		if s.ID.IsHole() {
+			if ok {
+				t.Errorf("hole %d was found", i)
+			}
+			continue
+		}
+		if !ok || x.Segments[n].ID != s.ID || int(n) > i {
+			t.Fatalf("segment %d: %d, %v", i, n, ok)
+		}
+		f, want := ix.Frame(n), p.places[s.ID].Frame
+		if f.Pack != want.Pack || f.Offset != want.Offset || f.Length != want.Length || f.RawLength != want.RawLength {
+			t.Fatalf("segment %d: frame %+v, want %+v", i, f, want)
+		}
+	}
+	for _, id := range []segment.ID{{}, {1}, segment.Sum([]byte("another")), bytes32(0xff)} {
+		if n, ok := ix.Find(id); ok {
+			t.Errorf("%s: %d", id, n)
+		}
+	}
+}
+
+func bytes32(v byte) (id segment.ID) {
+	for i := range id {
+		id[i] = v
+	}
+	return id
+}

@@ -76,21 +76,31 @@ func (m image) push(t *testing.T, addr string) {
 
 // pull pulls the image as a bundle and verifies every segment.
 func (m image) pull(addr string) error {
-	req := &bundle.Request{Versions: []int{1}, Images: []bundle.ImageRequest{{
+	wrong, err := ask(http.DefaultClient, addr, nil)
+	if err == nil && len(wrong) > 0 {
+		err = fmt.Errorf("%d segments have other bytes", len(wrong))
+	}
+	return err
+}
+
+// ask does the same for a worker that got damaged segments before, and returns those that
+// come with other bytes than theirs; one of a frame that does not decode.
+func ask(c *http.Client, addr string, damaged []segment.ID) (wrong []segment.ID, err error) {
+	req := &bundle.Request{Versions: []int{1}, Damaged: damaged, Images: []bundle.ImageRequest{{
 		Repository: "r", Reference: "1", Platform: &ocispec.Platform{OS: "linux", Architecture: "amd64"},
 	}}}
 	body, err := json.Marshal(req)
 	if err != nil {
-		return err
+		return nil, err
 	}
-	res, err := http.Post("http://"+addr+bundle.PullPath, bundle.MediaTypeRequest, bytes.NewReader(body))
+	res, err := c.Post("http://"+addr+bundle.PullPath, bundle.MediaTypeRequest, bytes.NewReader(body))
 	if err != nil {
-		return err
+		return nil, err
 	}
 	defer res.Body.Close()
 	if res.StatusCode != http.StatusOK {
 		b, _ := io.ReadAll(res.Body)
-		return fmt.Errorf("%s: %s", res.Status, b)
+		return nil, fmt.Errorf("%s: %s", res.Status, b)
 	}
 	r := bundle.NewReader(res.Body, bundle.ReaderOptions{Request: req})
 	var x *toc.TOC
@@ -98,43 +108,47 @@ func (m image) pull(addr string) error {
 	got := map[segment.ID]bool{}
 	for {
 		section, err := r.Next()
-		if errors.Is(err, io.EOF) {
+		if errors.Is(err, io.EOF) && !errors.Is(err, io.ErrUnexpectedEOF) {
 			break
 		}
 		if err != nil {
-			return err
+			return nil, err
 		}
 		switch v := section.(type) {
 		case *bundle.Image:
 			if x, err = v.DecodeTOC(nil); err != nil {
-				return err
+				return nil, err
 			}
 		case *bundle.Plan:
 			plan = v
 			if err := v.Check([]*toc.TOC{x}); err != nil {
-				return err
+				return nil, err
 			}
 		case *bundle.Frame:
 			f := plan.Frames[v.Index]
 			raw, err := segment.DecodeFrame(nil, v.Data, int(f.RawLength))
 			if err != nil {
-				return err
+				wrong = append(wrong, x.Segments[plan.Segments[f.First]].ID)
 			}
 			for _, n := range plan.Segments[f.First : f.First+f.Segments] {
 				s := x.Segments[n]
-				if segment.Sum(raw[:s.Length]) != s.ID {
-					return fmt.Errorf("segment %s has other bytes", s.ID)
+				got[s.ID] = true
+				if err != nil {
+					continue
 				}
-				got[s.ID], raw = true, raw[s.Length:]
+				if segment.Sum(raw[:s.Length]) != s.ID {
+					wrong = append(wrong, s.ID)
+				}
+				raw = raw[s.Length:]
 			}
 		}
 	}
 	for _, s := range x.Segments {
 		if !s.ID.IsHole() && !got[s.ID] {
-			return fmt.Errorf("segment %s did not come", s.ID)
+			return wrong, fmt.Errorf("segment %s did not come", s.ID)
 		}
 	}
-	return nil
+	return wrong, nil
 }
 
 func noise(seed uint64, n int) string {

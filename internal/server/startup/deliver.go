@@ -202,6 +202,38 @@ func (t *Set) Select(table *toc.TOC, wanted func(trace.Run) bool) *Delivery {
 	return d
 }
 
+// Verify looks at the stored frames of the set that hold runs with the given digests, after
+// take has allowed as many decoded bytes of each. It returns how many such frames are as they
+// should be; at the first that is not, the store is built anew, and the error says what is wrong:
+// the set is not to be sent.
+func (t *Set) Verify(ctx context.Context, table *toc.TOC, digests map[segment.ID]bool, take func(bytes int64) bool) (sound int, err error) {
+	r := reader{ctx: ctx}
+	defer r.close()
+	for _, f := range t.frames {
+		stored := &t.store.Frames[f]
+		runs := make([]uint32, 0, stored.Count)
+		named := false
+		for i := stored.First; i < stored.First+stored.Count; i++ {
+			runs = append(runs, i)
+			named = named || digests[t.store.Digests[i]]
+		}
+		if !named {
+			continue
+		}
+		if !take(int64(stored.Raw)) {
+			return sound, nil
+		}
+		r.close()
+		r.contents = &planner.Contents{TOC: table}
+		r.delivery = &Delivery{set: t, sources: [][]pick{{{f, runs}}}, Wire: bundle.Startup{Frames: []bundle.StartupFrame{{RawLength: stored.Raw}}}}
+		if _, err := r.pick(0); err != nil {
+			return sound, errors.Join(err, r.damaged(err))
+		}
+		sound++
+	}
+	return sound, nil
+}
+
 // aheadFrames is how many frames are read before the network has taken those
 // before.
 const aheadFrames = 4
@@ -302,6 +334,15 @@ func (r *reader) frame(i int, dst []byte) ([]byte, error) {
 
 // picked makes a frame of runs out of stored ones.
 func (r *reader) picked(i int, dst []byte) ([]byte, error) {
+	body, err := r.pick(i)
+	if err != nil {
+		return nil, err
+	}
+	return segment.AppendFrame(dst, segment.Zstd, body)
+}
+
+// pick returns the runs of frame i, verified.
+func (r *reader) pick(i int) ([]byte, error) {
 	store := r.delivery.set.store
 	table := r.contents.TOC
 	body := make([]byte, 0, r.delivery.Wire.Frames[i].RawLength)
@@ -327,7 +368,7 @@ func (r *reader) picked(i int, dst []byte) ([]byte, error) {
 			rest = rest[length:]
 		}
 	}
-	return segment.AppendFrame(dst, segment.Zstd, body)
+	return body, nil
 }
 
 // read appends the stored frame that pick k of frame i names to dst. A frame

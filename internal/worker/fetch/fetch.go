@@ -174,6 +174,10 @@ const inFlight = 8 << 20
 // ErrStopped is returned, wrapped, by Wait after Stop.
 var ErrStopped = errors.New("stopped")
 
+// ErrDamaged is returned, wrapped, by Wait when something has arrived damaged
+// Options.Attempts times.
+var ErrDamaged = errors.New("arrived damaged")
+
 // ErrUnreachable is returned, wrapped, by Wait when nothing arrived for
 // Options.GiveUp.
 var ErrUnreachable = errors.New("no success in reaching")
@@ -214,6 +218,7 @@ type Pull struct {
 	current  *stream               // the one that runs and has its plan
 	wanted   map[*reading]struct{} // reads that wait
 	damaged  map[segment.ID]int    // how often a segment or page run arrived damaged
+	claims   []segment.ID          // those of them that the server is to be told of
 	wholly   bool                  // no more startup sets are asked for: segments alone
 	origin   string                // of the first startup set
 	promoter promoter
@@ -460,6 +465,7 @@ func (p *Pull) request() bundle.Request {
 	defer p.mu.Unlock()
 	req := p.opts.Request
 	req.Images = slices.Clone(p.images)
+	req.Damaged = slices.Clone(p.claims)
 	for i := range req.Images {
 		req.Images[i].Startup = req.Images[i].Startup && !p.wholly
 	}
@@ -481,6 +487,15 @@ func (p *Pull) request() bundle.Request {
 		req.Have = append(req.Have, h)
 	}
 	return req
+}
+
+// told notes that the server has looked at what a request said arrived damaged. p.mu is held.
+func (p *Pull) told(claims []segment.ID) {
+	for _, id := range claims {
+		if i := slices.Index(p.claims, id); i >= 0 { // once: it may have come damaged again since
+			p.claims = slices.Delete(p.claims, i, i+1)
+		}
+	}
 }
 
 // Pages is what to say in bundle.Have.Pages of an arena.

@@ -17,6 +17,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/google/go-cmp/cmp"
 	"golang.org/x/sys/unix"
 	"pgregory.net/rapid"
 
@@ -395,6 +396,18 @@ func TestDamaged(t *testing.T) {
 		if pr := p.Progress(); pr.Damaged < 3 || len(s.requests) != 3 {
 			t.Errorf("%d damaged, %d requests", pr.Damaged, len(s.requests))
 		}
+		// The server is told of each, once.
+		for i, want := range []int{0, 2, 1} {
+			damaged := s.requests[i].Damaged
+			if len(damaged) != want {
+				t.Errorf("request %d names %d segments, want %d", i, len(damaged), want)
+			}
+			for _, id := range damaged {
+				if !slices.Contains(s.sent, id) {
+					t.Errorf("request %d names %s, which nobody sent", i, id)
+				}
+			}
+		}
 	})
 }
 
@@ -410,8 +423,14 @@ func TestDamagedAlways(t *testing.T) {
 		p := Start(t.Context(), w.options(c, 1))
 		err := p.Wait()
 		if !errors.Is(err, arena.ErrWrongBytes) || !strings.Contains(err.Error(), bad.String()) ||
-			!strings.Contains(err.Error(), "image0:latest") || !strings.Contains(err.Error(), "frame ") {
+			!strings.Contains(err.Error(), "image0:latest") || !strings.Contains(err.Error(), "frame ") ||
+			!errors.Is(err, ErrDamaged) || !strings.Contains(err.Error(), "push the image again") {
 			t.Errorf("Wait: %v", err)
+		}
+		for i, want := range [][]segment.ID{nil, {bad}, {bad}} {
+			if d := cmp.Diff(want, s.requests[i].Damaged); d != "" {
+				t.Errorf("request %d names (-want +got):\n%s", i, d)
+			}
 		}
 		a := w.arena(t, m)
 		k, _ := a.Layout().FromTOC(7)

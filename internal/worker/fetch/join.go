@@ -190,6 +190,9 @@ func (j *join) ask(ctx context.Context, t *target) (err error) {
 	s.jobs.Wait()
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	if err == nil {
+		p.told(req.Damaged)
+	}
 	if err == nil && s.bad > 0 {
 		return errAgain
 	}

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"sync"
 
+	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/worker/arena"
 )
@@ -159,15 +160,19 @@ func (s *stream) damaged(frame uint32, id *segment.ID, err error) {
 }
 
 // countDamage counts a frame in which segments or page runs arrived damaged, and
-// reports whether they may come again. p.mu is held.
+// reports whether they may come again. The next request names one of them: the
+// server looks at all of its frame. p.mu is held.
 func (s *stream) countDamage(ids []segment.ID, err error) bool {
 	p := s.p
 	p.bad.Add(1)
 	s.bad++
+	if len(ids) > 0 && len(p.claims) < bundle.MaxDamaged {
+		p.claims = append(p.claims, ids[0])
+	}
 	for _, id := range ids {
 		p.damaged[id]++
 		if n := p.damaged[id]; n >= p.opts.Attempts {
-			p.cancel(fmt.Errorf("%s arrived damaged from %s %d times: %w: the server's copy may be damaged", id, p.opts.Client.Base(), n, err))
+			p.cancel(fmt.Errorf("%s %w from %s %d times: %w: push the image again, the server then looks at all of its copy; if that does not help, something on the way changes bytes", id, ErrDamaged, p.opts.Client.Base(), n, err))
 			return false
 		}
 	}

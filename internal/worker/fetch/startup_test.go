@@ -296,6 +296,9 @@ func TestStartupDamaged(t *testing.T) {
 			if pr := p.Progress(); pr.Damaged == 0 || pr.Resumes == 0 {
 				t.Errorf("progress %+v", pr)
 			}
+			if n := len(s.requests[1].Damaged); n != 1 {
+				t.Errorf("the second request names %d page runs", n)
+			}
 		})
 	})
 	t.Run("always", func(t *testing.T) {

@@ -30,6 +30,8 @@ type stream struct {
 	plan  *bundle.Plan
 	sets  map[int]*set // startup sets, by index in the request
 	hold  bool         // the server was asked to hold the plan's frames back
+	// claims are what the request said arrived damaged.
+	claims []segment.ID
 	// foreign are planned segments whose own arena has no place for them. They
 	// may have one in another arena, or be there for nobody.
 	foreign map[uint32]toc.Segment
@@ -66,7 +68,7 @@ func (p *Pull) stream(stalls int) (err error) {
 	defer resp.Close()
 	resp.moved = &p.moved
 	resp.most = min(resp.most<<stalls, max(resp.most, p.opts.GiveUp/2))
-	s := &stream{p: p, cancel: cancel, hold: req.Hold > 0, frameOf: make(map[*arena.Arena][]uint32)}
+	s := &stream{p: p, cancel: cancel, hold: req.Hold > 0, claims: req.Damaged, frameOf: make(map[*arena.Arena][]uint32)}
 	err = s.read(ctx, resp, &req)
 	// What has been read may still be on its way to the arenas; the next
 	// request must know it.
@@ -337,6 +339,7 @@ func (s *stream) planned(ctx context.Context, plan *bundle.Plan) error {
 	}
 	s.state = make([]frameState, len(plan.Frames))
 	p.current = s
+	p.told(s.claims)
 	s.beginHold()
 	p.planOnce.Do(func() { close(p.planned) })
 	p.promoteWaiting()

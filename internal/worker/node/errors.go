@@ -35,7 +35,7 @@ var codeOf = []struct {
 		"the server sends its clients elsewhere: name that host in the image's name, or in a hosts.toml (foil node --hosts-dir)"},
 	{isAny(bundle.ErrForeign), api.CodeUnsupported, "the server is no Hydrofoil server"},
 	{isStatus(http.StatusUnauthorized, http.StatusForbidden), api.CodeUnauthorized, ""},
-	{isAny(bundle.ErrCorrupt), api.CodeCorrupt, ""},
+	{isAny(bundle.ErrCorrupt, fetch.ErrDamaged), api.CodeCorrupt, ""},
 	{isAny(fetch.ErrUnreachable), api.CodeUnavailable, ""},
 	{isAny(syscall.EPERM, syscall.EACCES), api.CodeUnauthorized, ""},
 	{isAny(fetch.ErrStopped, context.Canceled, context.DeadlineExceeded), api.CodeUnavailable, ""},

@@ -34,6 +34,7 @@ func TestErrorsHaveCodes(t *testing.T) {
 		// What servers of before startup sets, and of before holds, say to a request of today.
 		{&fetch.StatusError{Status: 400, Message: `bundle request: json: unknown field "startup"`, Said: &bundle.Error{Code: bundle.CodeInvalid}}, api.CodeUnsupported, "upgrade the server"},
 		{status(400, `bundle request: json: unknown field "hold"`), api.CodeUnsupported, "upgrade the server"},
+		{fetch.ErrDamaged, api.CodeCorrupt, ""},
 		{fetch.ErrUnreachable, api.CodeUnavailable, ""},
 	} {
 		e := asError(fmt.Errorf("pull registry.example/app:1: %w", c.err))
