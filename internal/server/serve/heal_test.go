@@ -60,6 +60,8 @@ func newHealing(t *testing.T) *healing {
 	first = append(first, layertest.File("large", 0o644, noise(1000, 3<<19)))
 	h := &healing{t: t, root: t.TempDir(), image: makeImage(t, first, layertest.Layer{layertest.File("second", 0o644, noise(2000, 50_000))})}
 	h.Server = start(t, serve.Options{Root: h.root, Log: slog.New(slog.NewTextHandler(h, nil))})
+	// A server waits for connections that a client keeps.
+	t.Cleanup(http.DefaultClient.CloseIdleConnections)
 	h.image.push(t, h.Addr())
 	if err := h.image.pull(h.Addr()); err != nil {
 		t.Fatal(err)
@@ -148,6 +150,7 @@ func TestOverwrittenPackHeals(t *testing.T) {
 	for name, c := range clients(t) {
 		t.Run(name, func(t *testing.T) {
 			h := newHealing(t)
+			t.Cleanup(c.CloseIdleConnections)
 			h.overwrite(h.objects("packs")...)
 			wrong, err := ask(c, h.Addr(), nil)
 			if err != nil || len(wrong) == 0 {
@@ -176,6 +179,7 @@ func TestTruncatedPackHeals(t *testing.T) {
 	for name, c := range clients(t) {
 		t.Run(name, func(t *testing.T) {
 			h := newHealing(t)
+			t.Cleanup(c.CloseIdleConnections)
 			for _, path := range h.objects("packs") {
 				info, err := os.Stat(path)
 				if err == nil {
