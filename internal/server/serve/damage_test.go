@@ -215,6 +215,7 @@ func TestDamageIsRepaired(t *testing.T) {
 						t.Fatal(err)
 					}
 					if restart { // and with it what is in memory
+						http.DefaultClient.CloseIdleConnections() // a server waits for them
 						if err := s.Close(); err != nil {
 							t.Fatal(err)
 						}
