@@ -132,8 +132,8 @@ func (w *Writer) Startup(s *Startup, t *toc.TOC) error {
 	}
 	b := binary.AppendUvarint(nil, uint64(s.Index))
 	b = columns.AppendBlock(b, s.Origin)
-	b = columns.Append(b, most, true)
-	b = columns.Append(b, counts, true)
+	b = columns.AppendQuick(b, most)
+	b = columns.AppendQuick(b, counts)
 	if err := w.section(TypeStartup, flagMust, trace.AppendRuns(b, s.Runs), packed); err != nil || s.Filled == 0 {
 		return err
 	}

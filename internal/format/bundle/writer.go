@@ -90,7 +90,7 @@ func (w *Writer) Image(m *Image) error {
 	}
 	b = columns.AppendBlock(b, m.ChainID)
 	b = columns.AppendBlock(b, m.TOCDigest)
-	return w.section(TypeImage, flagMust, columns.Append(nil, b, true), m.TOC)
+	return w.section(TypeImage, flagMust, columns.AppendQuick(nil, b), m.TOC)
 }
 
 // Plan writes the section.
@@ -115,7 +115,7 @@ func AppendPlan(dst []byte, p *Plan) []byte {
 		before = int64(n)
 	}
 	for _, col := range [][]byte{lengths, raw, counts, segments} {
-		dst = columns.Append(dst, col, true)
+		dst = columns.AppendQuick(dst, col)
 	}
 	return dst
 }

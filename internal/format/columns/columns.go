@@ -30,15 +30,28 @@ const (
 var ErrCorrupt = errors.New("corrupt column")
 
 // Append appends a column to dst; compress is false for bytes that are known
-// not to compress.
+// not to compress. It is for what is coded once and kept.
 func Append(dst, raw []byte, compress bool) []byte {
+	if !compress {
+		return appendColumn(dst, raw, nil)
+	}
+	return appendColumn(dst, raw, &encoders)
+}
+
+// AppendQuick appends a column to dst. It is for what is coded anew for everybody who asks,
+// while they wait: the columns are somewhat larger than those of Append, whose encoder has
+// tables of 4 MiB, each page of which a process first has to get from the kernel.
+func AppendQuick(dst, raw []byte) []byte { return appendColumn(dst, raw, &quick) }
+
+// appendColumn compresses a column with an encoder of pool, if there is one.
+func appendColumn(dst, raw []byte, pool *sync.Pool) []byte {
 	payload, encoding := raw, byte(stored)
-	if compress && len(raw) > 0 {
-		z := encoders.Get().(*zstd.Encoder)
+	if pool != nil && len(raw) > 0 {
+		z := pool.Get().(*zstd.Encoder)
 		if p := z.EncodeAll(raw, nil); len(p) < len(raw) {
 			payload, encoding = p, compressed
 		}
-		encoders.Put(z)
+		pool.Put(z)
 	}
 	dst = append(dst, encoding)
 	dst = binary.AppendUvarint(dst, uint64(len(raw)))
@@ -178,6 +191,14 @@ var (
 	encoders = sync.Pool{New: func() any {
 		z, err := zstd.NewWriter(nil, zstd.WithEncoderLevel(zstd.SpeedBetterCompression),
 			zstd.WithEncoderConcurrency(1), zstd.WithEncoderCRC(false), zstd.WithWindowSize(4<<20))
+		if err != nil {
+			panic(err) // the options are constant
+		}
+		return z
+	}}
+	quick = sync.Pool{New: func() any {
+		z, err := zstd.NewWriter(nil, zstd.WithEncoderLevel(zstd.SpeedFastest),
+			zstd.WithEncoderConcurrency(1), zstd.WithEncoderCRC(false), zstd.WithWindowSize(1<<20), zstd.WithLowerEncoderMem(true))
 		if err != nil {
 			panic(err) // the options are constant
 		}

@@ -14,7 +14,12 @@ import (
 func TestRoundTrip(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		raw := bytes.Repeat(rapid.SliceOf(rapid.Byte()).Draw(t, "raw"), rapid.IntRange(0, 20).Draw(t, "repeat"))
-		b := columns.Append(nil, raw, rapid.Bool().Draw(t, "compress"))
+		var b []byte
+		if rapid.Bool().Draw(t, "quick") {
+			b = columns.AppendQuick(nil, raw)
+		} else {
+			b = columns.Append(nil, raw, rapid.Bool().Draw(t, "compress"))
+		}
 		got, rest, err := columns.Next(append(b, "rest"...), uint64(len(b)+len(raw)))
 		if err != nil || !bytes.Equal(got, raw) || string(rest) != "rest" {
 			t.Fatalf("got %q, %q, %v", got, rest, err)

@@ -114,7 +114,7 @@ func AppendRuns(dst []byte, runs []Run) []byte {
 		raw = binary.AppendUvarint(raw, uint64(r.Blocks)-1)
 		before = r
 	}
-	return columns.Append(dst, raw, true)
+	return columns.AppendQuick(dst, raw)
 }
 
 // NextRuns splits a list of runs off b. Whether they lie in any content is for
