@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"os"
+	"runtime"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -68,6 +70,13 @@ line makes no sense.`,
 				return err
 			}
 			opts.Log = slog.New(slog.NewTextHandler(cmd.ErrOrStderr(), &slog.HandlerOptions{Level: level}))
+			// What a few pulls make is not collected while they are served: a worker waits
+			// for the processor time of that. As much is let come that nobody touches, and that has
+			// no memory therefore; besides it, garbage is collected as usual.
+			if os.Getenv("GOGC") == "" {
+				untouched := make([]byte, 64<<20)
+				defer runtime.KeepAlive(untouched)
+			}
 			s, err := serve.Start(cmd.Context(), opts)
 			if err != nil {
 				return err
