@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"slices"
 	"strings"
 
 	"github.com/opencontainers/go-digest"
@@ -27,7 +28,40 @@ func Decode(encoded []byte) (*TOC, error) {
 	return t, nil
 }
 
-func decode(encoded []byte) (*TOC, error) {
+// DecodeContents reads of what Encode wrote the chain ID, the contents and their segments, and
+// looks at nothing else, nor whether a content is there twice: it is for who wrote the TOC,
+// and knows by its digest that it is that one. Errors: ErrCorrupt.
+func DecodeContents(encoded []byte) (*TOC, error) {
+	d, err := newDecoder(encoded, colChainID, colSizes, colSegments, colDigests)
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrCorrupt, err)
+	}
+	t := &TOC{ChainID: digest.Digest(d.col[colChainID].B)}
+	err = d.contents(t)
+	for _, i := range []int{colSizes, colSegments, colDigests} {
+		err = errors.Join(err, d.col[i].End())
+	}
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrCorrupt, err)
+	}
+	return t, nil
+}
+
+// CountSegments returns how many segments a TOC has that Encode wrote. Errors: ErrCorrupt.
+func CountSegments(encoded []byte) (int, error) {
+	d, err := newDecoder(encoded, colSizes, colSegments)
+	if err != nil {
+		return 0, fmt.Errorf("%w: %w", ErrCorrupt, err)
+	}
+	contents, numbers := columns.Numbers(d.col[colSizes].B), columns.Numbers(d.col[colSegments].B)
+	if numbers < 2*contents || numbers-contents > MaxSegments {
+		return 0, fmt.Errorf("%w: %d contents, %d numbers of their segments", ErrCorrupt, contents, numbers)
+	}
+	return numbers - contents, nil
+}
+
+// newDecoder reads the columns that are named, or all if none is.
+func newDecoder(encoded []byte, wanted ...int) (*decoder, error) {
 	rest, ok := bytes.CutPrefix(encoded, []byte(magic))
 	if !ok || len(rest) == 0 {
 		return nil, errors.New("it does not start like one")
@@ -35,8 +69,13 @@ func decode(encoded []byte) (*TOC, error) {
 	if rest[0] != version {
 		return nil, fmt.Errorf("version %d, this program reads %d", rest[0], version)
 	}
-	d := decoder{rest: rest[1:]}
-	if err := d.readColumns(); err != nil {
+	d := &decoder{rest: rest[1:]}
+	return d, d.readColumns(wanted)
+}
+
+func decode(encoded []byte) (*TOC, error) {
+	d, err := newDecoder(encoded)
+	if err != nil {
 		return nil, err
 	}
 	t := &TOC{ChainID: digest.Digest(d.col[colChainID].B)}
@@ -63,11 +102,20 @@ type decoder struct {
 	col  [colCount]columns.Reader
 }
 
-// readColumns decompresses all columns. Every element of the TOC takes at least
-// one byte of a column, so what is allocated later is bounded by maxRaw, too.
-func (d *decoder) readColumns() error {
+// readColumns decompresses columns: those wanted, or all if none is named. Every element of
+// the TOC takes at least one byte of a column, so what is allocated later is bounded by
+// maxRaw, too.
+func (d *decoder) readColumns(wanted []int) error {
 	left := uint64(maxRaw)
 	for i := range d.col {
+		if wanted != nil && !slices.Contains(wanted, i) {
+			n := columns.Size(d.rest)
+			if n == 0 || n > uint64(len(d.rest)) {
+				return fmt.Errorf("column %d: %d of %d bytes", i, len(d.rest), n)
+			}
+			d.rest = d.rest[n:]
+			continue
+		}
 		col, rest, err := columns.Next(d.rest, left)
 		if err != nil {
 			return fmt.Errorf("column %d: %w", i, err)

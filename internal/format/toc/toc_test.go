@@ -104,6 +104,16 @@ func roundTrip(t interface {
 	if d := cmp.Diff(want, got, equate); d != "" {
 		t.Fatal(d)
 	}
+	contents, err := toc.DecodeContents(b)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if d := cmp.Diff(&toc.TOC{ChainID: want.ChainID, Contents: want.Contents, Segments: want.Segments}, contents, equate); d != "" {
+		t.Fatal(d)
+	}
+	if n, err := toc.CountSegments(b); err != nil || n != len(want.Segments) {
+		t.Fatal(n, "segments,", err)
+	}
 	return b
 }
 
@@ -382,6 +392,14 @@ func FuzzDecode(f *testing.F) {
 		f.Add(b)
 	}
 	f.Fuzz(func(t *testing.T, b []byte) {
+		for _, read := range []func() error{
+			func() error { _, err := toc.DecodeContents(b); return err },
+			func() error { _, err := toc.CountSegments(b); return err },
+		} {
+			if err := read(); err != nil && !errors.Is(err, toc.ErrCorrupt) {
+				t.Fatal(err)
+			}
+		}
 		x, err := toc.Decode(b)
 		if err != nil {
 			if !errors.Is(err, toc.ErrCorrupt) {

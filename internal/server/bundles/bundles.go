@@ -6,7 +6,8 @@
 // fails up to here is an HTTP error with a bundle.Error as its body. Then the
 // stream begins: Hello; for each image its rootfs is made if it is asked for the
 // first time (ingest), or repaired if something is wrong with it that the worker says
-// arrived damaged (see damage.go), and its Image section is sent at once; the startup sets
+// arrived damaged (see damage.go), and its Image section is sent at once; then its index is
+// read, without which nothing can be planned; the startup sets
 // that were asked for are sent, as far as the worker lacks them, while the plan
 // of the rest is made; the plan is sent; the frames are read from their packs and
 // sent, two runs ahead of the network; where that can be they go from the packs'
@@ -35,6 +36,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/format/toc"
 	"hydrofoil.dev/foil/internal/format/trace"
 	"hydrofoil.dev/foil/internal/metrics"
 	"hydrofoil.dev/foil/internal/server/cache"
@@ -284,12 +286,20 @@ func (p *pull) run(ctx context.Context, id string) error {
 	if err := p.flush(); err != nil {
 		return writeFailed{err}
 	}
-	wants := make([]planner.Want, len(p.images))
+	rootfs := make([]catalog.Rootfs, len(p.images))
 	encoded := make([][]byte, len(p.images))
 	for i, m := range p.images {
 		p.about = ref(m.Repository, m.Reference)
 		var err error
-		if wants[i].Index, encoded[i], err = p.header(ctx, i, m); err != nil {
+		if rootfs[i], encoded[i], err = p.header(ctx, i, m); err != nil {
+			return err
+		}
+	}
+	wants := make([]planner.Want, len(p.images))
+	for i, m := range p.images {
+		p.about = ref(m.Repository, m.Reference)
+		var err error
+		if wants[i].Index, err = p.index(ctx, m, rootfs[i], encoded[i]); err != nil {
 			return err
 		}
 		wants[i].Header = p.req.Images[i].Header
@@ -392,26 +402,30 @@ func (p *pull) run(ctx context.Context, id string) error {
 	return nil
 }
 
-// header sends an image's section, at once, and returns its index and TOC.
-func (p *pull) header(ctx context.Context, i int, m *Resolved) (*planner.Index, []byte, error) {
-	var (
-		r       catalog.Rootfs
-		encoded []byte
-		x       *planner.Index
-		err     error
-	)
+// header sends an image's section, at once, and returns its rootfs and TOC. Its index is of no
+// use for that, and comes later: the worker has enough to do until then.
+func (p *pull) header(ctx context.Context, i int, m *Resolved) (r catalog.Rootfs, encoded []byte, err error) {
+	segments := 0
 	p.meanwhile(func() {
-		if r, encoded, x, err = p.h.whole(ctx, m); err == nil && p.damaged(ctx, m, x) {
-			p.h.suspect(m)
-			r, encoded, x, err = p.h.whole(ctx, m)
+		if len(p.req.Damaged) == 0 {
+			r, encoded, err = p.h.described(ctx, m)
+		} else {
+			var x *planner.Index
+			if r, encoded, x, err = p.h.whole(ctx, m); err == nil && p.damaged(ctx, m, x) {
+				p.h.suspect(m)
+				r, encoded, _, err = p.h.whole(ctx, m)
+			}
+		}
+		if err == nil {
+			segments, err = toc.CountSegments(encoded)
 		}
 	})
 	if err != nil {
-		return nil, nil, err
+		return r, nil, err
 	}
 	section := &bundle.Image{
 		Index: i, Manifest: m.Manifest, Chosen: m.Chosen, Config: m.Config,
-		ChainID: m.ChainID, TOCDigest: r.TOC, TOC: encoded, Segments: uint32(x.Len()),
+		ChainID: m.ChainID, TOCDigest: r.TOC, TOC: encoded, Segments: uint32(segments),
 	}
 	for _, have := range p.req.Have {
 		if have.ChainID == m.ChainID && have.TOC == r.TOC {
@@ -419,12 +433,30 @@ func (p *pull) header(ctx context.Context, i int, m *Resolved) (*planner.Index, 
 		}
 	}
 	if err := p.w.Image(section); err != nil {
-		return nil, nil, writeFailed{err}
+		return r, nil, writeFailed{err}
 	}
 	if err := p.flush(); err != nil {
-		return nil, nil, writeFailed{err}
+		return r, nil, writeFailed{err}
 	}
-	return x, encoded, nil
+	return r, encoded, nil
+}
+
+// index returns the index of an image whose header was sent. What turns out to be damaged
+// now is repaired, as it would have been before.
+func (p *pull) index(ctx context.Context, m *Resolved, r catalog.Rootfs, encoded []byte) (x *planner.Index, err error) {
+	p.meanwhile(func() {
+		x, err = p.h.index(ctx, r, encoded)
+		if err == nil || !isDamage(err) || ctx.Err() != nil || p.h.o.Repair == nil {
+			return
+		}
+		p.h.log.Warn("image is repaired", "image", ref(m.Repository, m.Reference), "error", err)
+		p.h.suspect(m)
+		var now catalog.Rootfs
+		if now, _, x, err = p.h.whole(ctx, m); err == nil && now.TOC != r.TOC {
+			err = &bundle.Error{Code: bundle.CodeUnavailable, Message: "it was damaged on the server, and has been repaired; try again"}
+		}
+	})
+	return x, err
 }
 
 // have takes away what the worker has, one rootfs after the other, so that not

@@ -28,13 +28,32 @@ func (h *Handler) suspect(m *Resolved) {
 	h.suspects[m.ChainID] = true
 }
 
+// suspected reports whether suspect was called, and nothing has been repaired since.
+func (h *Handler) suspected(m *Resolved) bool {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return h.suspects[m.ChainID] && h.o.Repair != nil
+}
+
+// described returns what the header of an image is made of: its rootfs and encoded TOC,
+// repaired as by whole.
+func (h *Handler) described(ctx context.Context, m *Resolved) (r catalog.Rootfs, encoded []byte, err error) {
+	if !h.suspected(m) {
+		if r, err = h.rootfs(ctx, m, h.o.Rootfs); err == nil {
+			encoded, err = h.encodedTOC(ctx, r)
+		}
+		if err == nil || !isDamage(err) || ctx.Err() != nil {
+			return r, encoded, err
+		}
+	}
+	r, encoded, _, err = h.whole(ctx, m)
+	return r, encoded, err
+}
+
 // whole returns what an image is served from: its rootfs, encoded TOC and
 // index. What turns out to be damaged is repaired, once.
 func (h *Handler) whole(ctx context.Context, m *Resolved) (r catalog.Rootfs, encoded []byte, x *planner.Index, err error) {
-	h.mu.Lock()
-	suspect := h.suspects[m.ChainID] && h.o.Repair != nil
-	h.mu.Unlock()
-	if !suspect {
+	if !h.suspected(m) {
 		r, encoded, x, err = h.load(ctx, m, h.o.Rootfs)
 		if err == nil || !isDamage(err) || ctx.Err() != nil || h.o.Repair == nil {
 			return r, encoded, x, err

@@ -58,7 +58,7 @@ func (h *Handler) index(ctx context.Context, r catalog.Rootfs, encoded []byte) (
 				return nil, err
 			}
 		}
-		t, err := toc.Decode(b)
+		t, err := toc.DecodeContents(b) // encodedTOC has verified it
 		if err != nil {
 			return nil, fmt.Errorf("read TOC of %s: %w: %w", r.ChainID, errDamaged, err)
 		}
