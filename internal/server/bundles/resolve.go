@@ -92,17 +92,7 @@ func (r *Resolved) resolveManifest(ctx context.Context, cat catalog.Repositories
 	if c.MediaType != ocispec.MediaTypeImageConfig && c.MediaType != dockerConfig {
 		return unsupported("manifest %s has a config of type %q: it is an artifact and no image", r.Manifest.Digest, c.MediaType)
 	}
-	// All at once: a catalog in front of an upstream may have to ask for each.
-	blobs, errs := make([]catalog.Blob, 1+len(manifest.Layers)), make([]error, 1+len(manifest.Layers))
-	var asking errgroup.Group
-	asking.SetLimit(16)
-	for i, l := range append([]ocispec.Descriptor{c}, manifest.Layers...) {
-		asking.Go(func() error {
-			blobs[i], errs[i] = cat.Blob(ctx, r.Repository, l.Digest)
-			return nil
-		})
-	}
-	_ = asking.Wait() // errs has them
+	blobs, errs := blobsOf(ctx, cat, r.Repository, append([]ocispec.Descriptor{c}, manifest.Layers...))
 	blob, err := blobs[0], errs[0]
 	if err != nil {
 		return notFound(err, fmt.Sprintf("config %s is not in the repository; push the image again", c.Digest))
@@ -141,6 +131,30 @@ func (r *Resolved) resolveManifest(ctx context.Context, cat catalog.Repositories
 	}
 	r.ChainID = identity.ChainID(diffIDs)
 	return nil
+}
+
+// blobsOf looks up blobs of a repository; for each there is an error, or nil.
+func blobsOf(ctx context.Context, cat catalog.Repositories, repository string, list []ocispec.Descriptor) ([]catalog.Blob, []error) {
+	ds, errs := make([]digest.Digest, len(list)), make([]error, len(list))
+	for i, l := range list {
+		ds[i] = l.Digest
+	}
+	if blobs, err := cat.Blobs(ctx, repository, ds); err == nil {
+		return blobs, errs
+	}
+	// Which it is, each says; a catalog in front of an upstream may have to ask for it: all at
+	// once.
+	blobs := make([]catalog.Blob, len(ds))
+	var asking errgroup.Group
+	asking.SetLimit(16)
+	for i, d := range ds {
+		asking.Go(func() error {
+			blobs[i], errs[i] = cat.Blob(ctx, repository, d)
+			return nil
+		})
+	}
+	_ = asking.Wait() // errs has them
+	return blobs, errs
 }
 
 func isIndex(m catalog.Manifest) bool {

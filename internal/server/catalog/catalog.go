@@ -32,6 +32,9 @@ type Repositories interface {
 	LinkBlob(ctx context.Context, repo string, b Blob) error
 	// Blob returns what repo holds. Errors: ErrNotFound.
 	Blob(ctx context.Context, repo string, d digest.Digest) (Blob, error)
+	// Blobs returns what repo holds, in the order of ds, in one go. Errors: ErrNotFound
+	// when it does not hold all of them; Blob then says which.
+	Blobs(ctx context.Context, repo string, ds []digest.Digest) ([]Blob, error)
 	// AnyBlob looks in all repositories. Errors: ErrNotFound.
 	AnyBlob(ctx context.Context, d digest.Digest) (Blob, error)
 	// Holders returns the repositories that hold the blob, in byte order of their
@@ -109,6 +112,9 @@ type Dedup interface {
 	PutLayer(ctx context.Context, l Layer) error
 	// Layer returns what ingest made of a layer blob. Errors: ErrNotFound.
 	Layer(ctx context.Context, blob digest.Digest) (Layer, error)
+	// Layers returns what ingest made of layer blobs, in their order, in one go. Errors:
+	// ErrNotFound when it has not seen all of them; Layer then says which.
+	Layers(ctx context.Context, blobs []digest.Digest) ([]Layer, error)
 	// PutRootfs records a flattened rootfs.
 	PutRootfs(ctx context.Context, r Rootfs) error
 	// Rootfs returns it. Errors: ErrNotFound.

@@ -117,6 +117,11 @@ func (g *Ingester) Layer(ctx context.Context, d Descriptor) (catalog.Layer, erro
 	if err != nil {
 		return catalog.Layer{}, err
 	}
+	return check(d, row)
+}
+
+// check returns a layer that was ingested, if it can be served and is what its image says.
+func check(d Descriptor, row catalog.Layer) (catalog.Layer, error) {
 	if row.Refused != "" {
 		return row, &layer.RefusedError{Layer: d.Digest, Reason: row.Refused}
 	}
@@ -320,6 +325,18 @@ func (g *Ingester) Rootfs(ctx context.Context, layers []Descriptor) (catalog.Roo
 
 // layers ingests what is missing.
 func (g *Ingester) layers(ctx context.Context, layers []Descriptor) ([]catalog.Layer, error) {
+	blobs := make([]digest.Digest, len(layers))
+	for i, d := range layers {
+		blobs[i] = d.Digest
+	}
+	if rows, err := g.Catalog.Layers(ctx, blobs); err == nil { // most often: all were ingested when they were pushed
+		for i, d := range layers {
+			if rows[i], err = check(d, rows[i]); err != nil {
+				return rows, err
+			}
+		}
+		return rows, nil
+	}
 	rows := make([]catalog.Layer, len(layers))
 	all, ctx := errgroup.WithContext(ctx)
 	all.SetLimit(8)

@@ -139,6 +139,20 @@ func testBlobs(t *testing.T, c catalog.Catalog) {
 	check(t, err)
 	wantEqual(t, "blob of any repository", b, got)
 
+	many, err := c.Blobs(ctx, "r", nil)
+	check(t, err)
+	wantEqual(t, "no blobs", 0, len(many))
+	other := catalog.Blob{Digest: digestOf("other"), Size: 7, MediaType: "application/y"}
+	check(t, c.LinkBlob(ctx, "r", other))
+	check(t, c.LinkBlob(ctx, "s", catalog.Blob{Digest: digestOf("of another")}))
+	many, err = c.Blobs(ctx, "r", []digest.Digest{other.Digest, b.Digest, other.Digest})
+	check(t, err)
+	wantEqual(t, "blobs", []catalog.Blob{other, b, other}, many)
+	for _, d := range []digest.Digest{digestOf("none"), digestOf("of another"), "", "sha256:x\x00\"]"} {
+		_, err = c.Blobs(ctx, "r", []digest.Digest{b.Digest, d})
+		wantNotFound(t, fmt.Sprintf("blobs with %q", d), err)
+	}
+
 	// A media type is kept when the next one to link knows none.
 	b.MediaType = "application/x"
 	check(t, c.LinkBlob(ctx, "r", b))
@@ -442,6 +456,14 @@ func testLayers(t *testing.T, c catalog.Catalog) {
 		check(t, err)
 		wantEqual(t, "layer", want, got)
 	}
+
+	other := catalog.Layer{Blob: digestOf("other"), DiffID: digestOf("diff"), Entries: "entries/y"}
+	check(t, c.PutLayer(ctx, other))
+	many, err := c.Layers(ctx, []digest.Digest{other.Blob, l.Blob, other.Blob})
+	check(t, err)
+	wantEqual(t, "layers", []catalog.Layer{other, l, other}, many)
+	_, err = c.Layers(ctx, []digest.Digest{l.Blob, digestOf("none")})
+	wantNotFound(t, "layers with an unknown one", err)
 
 	r := catalog.Rootfs{ChainID: digestOf("chain"), TOC: digestOf("toc"), Key: "tocs/x"}
 	_, err = c.Rootfs(ctx, r.ChainID)

@@ -299,6 +299,28 @@ func (c *Catalog) Layer(ctx context.Context, blob digest.Digest) (catalog.Layer,
 	return l, nil
 }
 
+// Layers implements catalog.Dedup.
+func (c *Catalog) Layers(ctx context.Context, blobs []digest.Digest) ([]catalog.Layer, error) {
+	found := make(map[digest.Digest]catalog.Layer, len(blobs))
+	var blob, diffID string
+	var l catalog.Layer
+	err := c.listed(ctx, c.ask.layers, blobs, func() {
+		l.Blob, l.DiffID = digest.Digest(blob), digest.Digest(diffID)
+		found[l.Blob] = l
+	}, nil, &blob, &diffID, &l.Entries, &l.Refused, &l.Size, &l.Files)
+	layers := make([]catalog.Layer, len(blobs))
+	for i, d := range blobs {
+		var ok bool
+		if layers[i], ok = found[d]; !ok && err == nil {
+			err = fmt.Errorf("layer %s: %w", d, catalog.ErrNotFound)
+		}
+	}
+	if err != nil {
+		return nil, fmt.Errorf("%d layers: %w", len(blobs), err)
+	}
+	return layers, nil
+}
+
 // PutRootfs implements catalog.Dedup.
 func (c *Catalog) PutRootfs(ctx context.Context, r catalog.Rootfs) error {
 	_, err := c.write.ExecContext(ctx, `INSERT OR REPLACE INTO rootfs (chain_id, toc, key, idx) VALUES (?, ?, ?, ?)`,
@@ -313,8 +335,7 @@ func (c *Catalog) PutRootfs(ctx context.Context, r catalog.Rootfs) error {
 func (c *Catalog) Rootfs(ctx context.Context, chainID digest.Digest) (catalog.Rootfs, error) {
 	r := catalog.Rootfs{ChainID: chainID}
 	var toc string
-	err := c.read.QueryRowContext(ctx, `SELECT toc, key, idx FROM rootfs WHERE chain_id = ?`,
-		chainID.String()).Scan(&toc, &r.Key, &r.Index)
+	err := c.ask.rootfs.QueryRowContext(ctx, chainID.String()).Scan(&toc, &r.Key, &r.Index)
 	if err != nil {
 		return catalog.Rootfs{}, fmt.Errorf("rootfs %s: %w", chainID, known(err))
 	}

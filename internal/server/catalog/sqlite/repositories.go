@@ -51,6 +51,28 @@ func (c *Catalog) Blob(ctx context.Context, repo string, d digest.Digest) (catal
 	return b, nil
 }
 
+// Blobs implements catalog.Repositories.
+func (c *Catalog) Blobs(ctx context.Context, repo string, ds []digest.Digest) ([]catalog.Blob, error) {
+	found := make(map[digest.Digest]catalog.Blob, len(ds))
+	var d string
+	var b catalog.Blob
+	err := c.listed(ctx, c.ask.blobs, ds, func() {
+		b.Digest = digest.Digest(d)
+		found[b.Digest] = b
+	}, []any{repo}, &d, &b.Size, &b.MediaType)
+	blobs := make([]catalog.Blob, len(ds))
+	for i, d := range ds {
+		var ok bool
+		if blobs[i], ok = found[d]; !ok && err == nil {
+			err = fmt.Errorf("blob %s: %w", d, catalog.ErrNotFound)
+		}
+	}
+	if err != nil {
+		return nil, fmt.Errorf("%d blobs in %s: %w", len(ds), repo, err)
+	}
+	return blobs, nil
+}
+
 // AnyBlob implements catalog.Repositories.
 func (c *Catalog) AnyBlob(ctx context.Context, d digest.Digest) (catalog.Blob, error) {
 	b := catalog.Blob{Digest: d}
@@ -148,8 +170,7 @@ func scanManifest(scan func(...any) error) (m catalog.Manifest, err error) {
 
 // Manifest implements catalog.Repositories.
 func (c *Catalog) Manifest(ctx context.Context, repo string, d digest.Digest) (catalog.Manifest, error) {
-	m, err := scanManifest(c.read.QueryRowContext(ctx, `SELECT `+manifestColumns+` FROM manifests
-		WHERE repo = (SELECT id FROM repositories WHERE name = ?) AND digest = ?`, repo, d.String()).Scan)
+	m, err := scanManifest(c.ask.manifest.QueryRowContext(ctx, repo, d.String()).Scan)
 	if err != nil {
 		return catalog.Manifest{}, fmt.Errorf("manifest %s in %s: %w", d, repo, known(err))
 	}
@@ -206,8 +227,7 @@ func (c *Catalog) referrers(ctx context.Context, repo string, d digest.Digest, a
 // Tag implements catalog.Repositories.
 func (c *Catalog) Tag(ctx context.Context, repo, tag string) (digest.Digest, error) {
 	var d string
-	err := c.read.QueryRowContext(ctx, `SELECT digest FROM tags
-		WHERE repo = (SELECT id FROM repositories WHERE name = ?) AND name = ?`, repo, tag).Scan(&d)
+	err := c.ask.tag.QueryRowContext(ctx, repo, tag).Scan(&d)
 	if err != nil {
 		return "", fmt.Errorf("tag %s:%s: %w", repo, tag, known(err))
 	}

@@ -9,12 +9,14 @@ package sqlite
 import (
 	"context"
 	"database/sql"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"net/url"
 	"os"
 	"path/filepath"
 
+	"github.com/opencontainers/go-digest"
 	"golang.org/x/sys/unix"
 	sqlite3 "modernc.org/sqlite" // also registers the driver
 	codes "modernc.org/sqlite/lib"
@@ -26,6 +28,56 @@ import (
 type Catalog struct {
 	write *sql.DB // one connection; transactions begin with the write lock
 	read  *sql.DB
+	ask   statements
+}
+
+// statements are what each pull asks for, compiled when the catalog is opened: the first
+// pull of a process need not open a connection, read the schema and compile.
+type statements struct {
+	tag, manifest, blobs, layers, rootfs, startupImage *sql.Stmt
+}
+
+func (c *Catalog) prepare(ctx context.Context) error {
+	for _, one := range []struct {
+		to    **sql.Stmt
+		query string
+	}{
+		{&c.ask.tag, `SELECT digest FROM tags WHERE repo = (SELECT id FROM repositories WHERE name = ?) AND name = ?`},
+		{&c.ask.manifest, `SELECT ` + manifestColumns + ` FROM manifests
+			WHERE repo = (SELECT id FROM repositories WHERE name = ?) AND digest = ?`},
+		{&c.ask.blobs, `SELECT digest, size, media_type FROM blobs
+			WHERE digest IN (SELECT value FROM json_each(?1)) AND repo = (SELECT id FROM repositories WHERE name = ?2)`},
+		{&c.ask.layers, `SELECT blob, diff_id, entries, refused, size, files FROM layers WHERE blob IN (SELECT value FROM json_each(?1))`},
+		{&c.ask.rootfs, `SELECT toc, key, idx FROM rootfs WHERE chain_id = ?`},
+		{&c.ask.startupImage, `SELECT ` + imageColumns + ` FROM startup_images WHERE repo = ? AND chain_id = ?`},
+	} {
+		var err error
+		if *one.to, err = c.read.PrepareContext(ctx, one.query); err != nil { // closed with the connections
+			return err
+		}
+	}
+	return nil
+}
+
+// listed calls fn with each row of a statement, scanned to dest, whose first argument is a
+// list of digests and whose others are args.
+func (c *Catalog) listed(ctx context.Context, stmt *sql.Stmt, ds []digest.Digest, fn func(), args []any, dest ...any) error {
+	list, err := json.Marshal(ds)
+	if err != nil {
+		return err
+	}
+	rows, err := stmt.QueryContext(ctx, append([]any{string(list)}, args...)...)
+	if err != nil {
+		return err
+	}
+	defer rows.Close()
+	for rows.Next() {
+		if err := rows.Scan(dest...); err != nil {
+			return err
+		}
+		fn()
+	}
+	return rows.Err()
 }
 
 var _ catalog.Catalog = (*Catalog)(nil)
@@ -79,6 +131,9 @@ func open(ctx context.Context, path string) (_ *Catalog, err error) {
 	}
 	c.read.SetMaxOpenConns(4)
 	c.read.SetMaxIdleConns(4)
+	if err := c.prepare(ctx); err != nil {
+		return nil, err
+	}
 	return c, nil
 }
 

@@ -37,8 +37,7 @@ func scanImage(scan func(...any) error) (m catalog.StartupImage, err error) {
 
 // StartupImage implements catalog.Startup.
 func (c *Catalog) StartupImage(ctx context.Context, repo string, chainID digest.Digest) (catalog.StartupImage, error) {
-	m, err := scanImage(c.read.QueryRowContext(ctx, `SELECT `+imageColumns+` FROM startup_images
-		WHERE repo = ? AND chain_id = ?`, repo, chainID.String()).Scan)
+	m, err := scanImage(c.ask.startupImage.QueryRowContext(ctx, repo, chainID.String()).Scan)
 	if err != nil {
 		return catalog.StartupImage{}, fmt.Errorf("startup sets of %s of %s: %w", chainID, repo, known(err))
 	}
