@@ -5,6 +5,8 @@ import (
 	"log/slog"
 	"net/http"
 	"time"
+
+	"hydrofoil.dev/foil/internal/format/bundle"
 )
 
 // logRequests counts requests, and writes one line for each when it has ended; those that
@@ -17,6 +19,10 @@ func logRequests(log *slog.Logger, m *requestMetrics, next http.Handler) http.Ha
 		}
 		start := time.Now()
 		rec := &recorder{ResponseWriter: w, pace: pacerOf(req.Context())}
+		if req.URL.Path == bundle.PullPath {
+			rec.cork = rec.pace.cork()
+			defer rec.cork.release()
+		}
 		ended, end := false, m.begin(req)
 		defer func() {
 			status := any(rec.status)
@@ -40,6 +46,7 @@ func logRequests(log *slog.Logger, m *requestMetrics, next http.Handler) http.Ha
 type recorder struct {
 	http.ResponseWriter
 	pace   *pacer // of the connection; nil if it has none
+	cork   *cork  // of the connection's first packet; nil if nothing is held back
 	status int
 	bytes  int64
 }
@@ -57,6 +64,7 @@ func (r *recorder) Write(p []byte) (int, error) {
 	}
 	r.pace.check(time.Now())
 	n, err := r.ResponseWriter.Write(p)
+	r.cork.wrote(n)
 	r.bytes += int64(n)
 	return n, err
 }
@@ -81,6 +89,7 @@ func (r *recorder) ReadFrom(src io.Reader) (int64, error) {
 // Flush implements http.Flusher.
 func (r *recorder) Flush() {
 	_ = http.NewResponseController(r.ResponseWriter).Flush()
+	r.cork.flushed()
 }
 
 // Unwrap is for http.ResponseController.

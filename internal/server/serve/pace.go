@@ -42,6 +42,10 @@ type socket interface {
 	state() (pathState, error)
 	// limit bounds the rate, bytes a second; unlimited is no bound.
 	limit(rate uint64) error
+	// idle is whether nothing is in flight.
+	idle() (bool, error)
+	// cork holds packets back that are not full, for 200 ms at most, or sends them.
+	cork(on bool) error
 }
 
 const unlimited = math.MaxUint64
@@ -205,6 +209,33 @@ func (b bbr) state() (s pathState, err error) {
 func (b bbr) limit(rate uint64) (err error) {
 	cerr := b.raw.Control(func(fd uintptr) {
 		err = unix.SetsockoptUint64(int(fd), unix.SOL_SOCKET, unix.SO_MAX_PACING_RATE, rate)
+	})
+	if cerr != nil {
+		return cerr
+	}
+	return err
+}
+
+func (b bbr) idle() (idle bool, err error) {
+	cerr := b.raw.Control(func(fd uintptr) {
+		var info *unix.TCPInfo
+		if info, err = unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO); err == nil {
+			idle = info.Unacked == 0
+		}
+	})
+	if cerr != nil {
+		return false, cerr
+	}
+	return idle, err
+}
+
+func (b bbr) cork(on bool) (err error) {
+	value := 0
+	if on {
+		value = 1
+	}
+	cerr := b.raw.Control(func(fd uintptr) {
+		err = unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_CORK, value)
 	})
 	if cerr != nil {
 		return cerr

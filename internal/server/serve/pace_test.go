@@ -7,6 +7,7 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -20,6 +21,8 @@ type fakeSocket struct {
 	err    error
 	looks  int
 	limits []uint64
+	busy   bool // something is in flight
+	corked atomic.Bool
 }
 
 func (f *fakeSocket) state() (pathState, error) {
@@ -29,6 +32,13 @@ func (f *fakeSocket) state() (pathState, error) {
 
 func (f *fakeSocket) limit(rate uint64) error {
 	f.limits = append(f.limits, rate)
+	return nil
+}
+
+func (f *fakeSocket) idle() (bool, error) { return !f.busy, f.err }
+
+func (f *fakeSocket) cork(on bool) error {
+	f.corked.Store(on)
 	return nil
 }
 
