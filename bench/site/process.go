@@ -134,17 +134,27 @@ func (p *Process) Until(ctx context.Context, what string, test func() bool) erro
 	for !test() {
 		select {
 		case <-ctx.Done():
-			err := fmt.Errorf("bench: %s: %w", what, context.Cause(ctx))
-			if p != nil && errors.Is(context.Cause(ctx), ErrTooLong) {
-				err = fmt.Errorf("%w%s", err, p.Said())
-			}
-			return err
+			return p.gaveUp(ctx, what)
 		case <-done:
-			return fmt.Errorf("bench: %s: %s ended too early (%s)%s", what, p.name, p.how(), p.Said())
+			return p.endedEarly(what)
 		case <-ticker.C:
 		}
 	}
 	return nil
+}
+
+// gaveUp is the error of who waited for something until ctx ended; p may be nil.
+func (p *Process) gaveUp(ctx context.Context, what string) error {
+	err := fmt.Errorf("bench: %s: %w", what, context.Cause(ctx))
+	if p != nil && errors.Is(context.Cause(ctx), ErrTooLong) {
+		err = fmt.Errorf("%w%s", err, p.Said())
+	}
+	return err
+}
+
+// endedEarly is the error of who waited for something when p ended.
+func (p *Process) endedEarly(what string) error {
+	return fmt.Errorf("bench: %s: %s ended too early (%s)%s", what, p.name, p.how(), p.Said())
 }
 
 // ErrTooLong ends steps that would otherwise wait for ever.

@@ -65,15 +65,7 @@ func (r Readiness) Ends() bool { return r.try == nil && r.line == nil && r.exec 
 // Wait returns when the container is ready that p runs in the foreground.
 func (r Readiness) Wait(ctx context.Context, l *link.Link, p *Process) error {
 	if r.line != nil {
-		said := func() bool {
-			text, err := os.ReadFile(p.Log)
-			return err == nil && r.line.Match(text)
-		}
-		err := p.Until(ctx, "wait for "+r.Probe, said)
-		if err != nil && said() {
-			return nil // its last words
-		}
-		return err
+		return r.waitLine(ctx, p)
 	}
 	if r.exec != "" {
 		return r.waitExec(ctx, p)
@@ -89,16 +81,11 @@ func (r Readiness) Wait(ctx context.Context, l *link.Link, p *Process) error {
 			return fmt.Errorf("bench: wait for the container's end: %w", context.Cause(ctx))
 		}
 	}
-	return p.Until(ctx, "wait for "+r.Probe, func() bool {
-		conn, err := l.DialContext(ctx, link.Edge, "tcp4", "127.0.0.1:"+r.port)
-		if err != nil {
-			return false
-		}
-		defer conn.Close()
-		// One that accepts and does not answer yet has until the next try.
-		conn.SetDeadline(time.Now().Add(5 * time.Second))
-		return r.try(ctx, conn)
-	})
+	k, err := newKnocker(l, r.port)
+	if err != nil {
+		return err
+	}
+	return r.waitNetwork(ctx, k, p)
 }
 
 // waitExec runs the probe's command in the container, over and over. It enters

@@ -46,7 +46,7 @@ func (f *traceFlags) add(cmd *cobra.Command) {
 	fs.DurationVar(&f.trace.After, "after", time.Second, "with a probe: how long a ready service goes on, for what its first users need; use it meanwhile")
 	fs.DurationVar(&f.trace.Quiet, "quiet", 3*time.Second, "without a probe: how long nothing new is read when the service counts as ready")
 	fs.DurationVar(&f.trace.Timeout, "timeout", 10*time.Minute, "how long the service may take to be ready; 0: as long as it likes")
-	fs.IntVar(&f.runs, "runs", 1, "how often to run the service; pages that at least a quarter of the runs touch count")
+	fs.IntVar(&f.runs, "runs", 1, "how often to trace the service; pages that at least a quarter of the runs touch count")
 	fs.StringVar(&f.entrypoint, "entrypoint", "", "`COMMAND` in place of the image's entrypoint and command")
 	fs.StringArrayVarP(&f.opts.Spec.Env, "env", "e", nil, "set `KEY=VALUE`, or pass on the caller's KEY; may be repeated")
 	fs.StringVarP(&f.opts.Spec.Cwd, "workdir", "w", "", "working `DIR` in place of the image's")
@@ -103,8 +103,10 @@ read, in which order and when: page by page, whether by read, mmap or exec. Only
 what this container and what it starts read is recorded. Then the container is
 stopped and removed.
 
-Each run has a mount of its own with a cold page cache. The traces go to the
-image's server, which makes the startup set of the service from them: an image
+Each run has a mount of its own with a cold page cache. Then the service is started
+once more, with these pages in memory, as a worker that has its startup set finds
+them: it is faster then, and some services read other pages, which are in the trace
+as well. The traces go to the image's server, which makes the startup set of the service from them: an image
 with an entrypoint and a command. Pages count that at least a quarter of the runs
 touched, and what lies between pages that some runs touched and others did not.
 "foil startup" shows and removes sets; docs/startup.md says more.
@@ -216,9 +218,23 @@ func (f *traceFlags) run(cmd *cobra.Command, file io.Writer) (last *picture.Trac
 	return last, failed
 }
 
-// once runs the service once.
+// once takes one trace: the service is started with a cold page cache, and once more with the
+// pages there that it read.
 func (f *traceFlags) once(cmd *cobra.Command, c *api.Client, i int) (*api.TraceResult, error) {
-	o, t := f.opts, f.trace
+	cold := f.trace
+	cold.Send = false
+	res, err := f.start(cmd, c, i, cold)
+	if err != nil {
+		return nil, err
+	}
+	warm := f.trace
+	warm.Before = res.Trace
+	return f.start(cmd, c, i, warm)
+}
+
+// start starts the service once.
+func (f *traceFlags) start(cmd *cobra.Command, c *api.Client, i int, t launch.TraceOptions) (*api.TraceResult, error) {
+	o := f.opts
 	o.Begun = time.Now()
 	o.Spec.ID = "trace-" + strings.ToLower(rand.Text()[:10])
 	var err error
@@ -227,7 +243,7 @@ func (f *traceFlags) once(cmd *cobra.Command, c *api.Client, i int) (*api.TraceR
 			return nil, err
 		}
 	}
-	if i > 0 {
+	if i > 0 || t.Before != nil {
 		o.Policy = launch.PullNever // all runs are of one image
 	}
 	// What the container says matters when it does not become ready.

@@ -3,6 +3,7 @@ package e2e
 import (
 	"bytes"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io/fs"
 	"os"
@@ -279,6 +280,55 @@ func TestTraceIsExact(t *testing.T) {
 	if _, err := os.Stat(c.Dir); !os.IsNotExist(err) {
 		t.Errorf("%s is left: %v", c.Dir, err)
 	}
+
+	// Another start finds these pages, and no others; its trace has them, and what it reads besides.
+	c, err = w.client.CreateContainer(t.Context(), api.ContainerRequest{ID: "traced", Ref: ref, Trace: true, Before: res.Trace})
+	if err != nil {
+		t.Fatal(err)
+	}
+	status, err := w.client.Status(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if status.Gate == kernel.GateFanotify {
+		if diff := cmp.Diff(want, cached(t, names, filepath.Join(c.Dir, "image"))); diff != "" {
+			t.Errorf("pages of the trace, and those in the page cache:\n%s", diff)
+		}
+	}
+	began = time.Now()
+	cmd = exec.Command("/bin/busybox", "cat", "/data/05")
+	cmd.SysProcAttr = &syscall.SysProcAttr{Chroot: c.Rootfs}
+	cmd.Dir = "/"
+	if err := cmd.Run(); err != nil {
+		t.Fatal(err)
+	}
+	req.Started, req.Ready = began, time.Now()
+	if res, err = w.client.Trace(t.Context(), c.ID, req); err != nil {
+		t.Fatal(err)
+	}
+	both, err := trace.Decode(res.Trace)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if both.Ready != tr.Ready {
+		t.Errorf("ready after %v, the first start was after %v", both.Ready, tr.Ready)
+	}
+	if v, err = names.Trace(both); err != nil {
+		t.Fatal(err)
+	}
+	for p := range cached(t, names, filepath.Join(c.Dir, "image")) {
+		want[p] = true
+	}
+	if diff := cmp.Diff(want, pagesOf(v)); diff != "" || !want["/data/05 0"] || int(v.Pages) != len(want) {
+		t.Errorf("pages of both starts, and those of the trace:\n%s", diff)
+	}
+	if err := w.client.RemoveContainer(t.Context(), c.ID); err != nil {
+		t.Fatal(err)
+	}
+	_, err = w.client.CreateContainer(t.Context(), api.ContainerRequest{ID: "traced", Ref: next, Trace: true, Before: res.Trace})
+	if e, ok := errors.AsType[*api.Error](err); !ok || e.Code != api.CodeInvalid {
+		t.Errorf("with a trace of another image: %v", err)
+	}
 }
 
 // TestTraceDaemonKilled: a daemon that is killed while it records leaves nobody hanging,
@@ -371,6 +421,12 @@ func TestFoilTrace(t *testing.T) {
 		if !pages["/bin/busybox 0"] || pages["/data/09 0"] {
 			t.Errorf("run %d: %v", i, pages)
 		}
+	}
+	// One that ends by itself: what it reads until then others wait for as well.
+	out, errOut, code = command(t, "trace", "--root", w.root, "--no-send", "--json", "--probe", "stdout:^up$", ref, "--", "echo up; busybox cat /data/08 >/dev/null")
+	var ended picture.Trace
+	if err := json.Unmarshal([]byte(out), &ended); code != 0 || err != nil || !pagesOf(&ended)["/data/08 24"] {
+		t.Errorf("a service that ends: code %d, %v, %q, %q", code, err, out, errOut)
 	}
 	w.leavesNothing(t)
 	if mounts, err := kernel.Mounts(filepath.Join(w.root, "containers")); err != nil || len(mounts) > 0 {

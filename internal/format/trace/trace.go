@@ -28,12 +28,14 @@
 package trace
 
 import (
+	"cmp"
 	"crypto/sha256"
 	"encoding/binary"
 	"encoding/hex"
 	"errors"
 	"fmt"
 	"math"
+	"slices"
 	"time"
 
 	"github.com/opencontainers/go-digest"
@@ -220,6 +222,37 @@ func (t *Trace) Encode() []byte {
 	b = AppendRuns(b, runs)
 	b = columns.Append(b, times, true)
 	return AppendRuns(b, t.Unused)
+}
+
+// Runs are those that were touched, in their order.
+func (t *Trace) Runs() []Run {
+	runs := make([]Run, len(t.Touched))
+	for i := range t.Touched {
+		runs[i] = t.Touched[i].Run
+	}
+	return runs
+}
+
+// After makes t, a trace of a start for which the pages of before were there already, the trace of both: what t has
+// besides goes between what before has, where it would have been touched if that start had taken
+// as long. Ready is that of before.
+func (t *Trace) After(before *Trace) {
+	merged := Merge(before.Runs())
+	scale := 1.0
+	if t.Ready > 0 {
+		scale = float64(before.Ready) / float64(t.Ready)
+	}
+	all := slices.Clone(before.Touched)
+	for _, touch := range t.Touched {
+		at := time.Duration(float64(touch.At) * scale)
+		for page := touch.First; page < touch.End(); page++ {
+			if !Contains(merged, Run{touch.Content, page, 1}) {
+				all = append(all, Touch{Run: Run{touch.Content, page, 1}, At: at, Waited: touch.Waited})
+			}
+		}
+	}
+	slices.SortStableFunc(all, func(a, b Touch) int { return cmp.Compare(a.At, b.At) })
+	t.Touched, t.Ready = all, before.Ready
 }
 
 // Fit encodes a trace within the limits, and makes t what the encoded one is. One that

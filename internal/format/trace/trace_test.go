@@ -115,6 +115,25 @@ func TestRoundTrip(t *testing.T) {
 	})
 }
 
+// What is read besides comes where it would have come, had the start taken as long as the one before.
+func TestAfter(t *testing.T) {
+	touch := func(content, first, blocks uint32, at time.Duration) trace.Touch {
+		return trace.Touch{Run: trace.Run{Content: content, First: first, Blocks: blocks}, At: at}
+	}
+	cold := &trace.Trace{Ready: 900, Touched: []trace.Touch{touch(1, 0, 4, 0), touch(2, 5, 1, 300), touch(1, 8, 2, 600)}}
+	warm := &trace.Trace{Ready: 300, Touched: []trace.Touch{
+		touch(1, 0, 4, 0), touch(2, 5, 1, 0), touch(1, 8, 1, 0), // as they were read in
+		touch(1, 3, 3, 100), touch(2, 4, 1, 100), touch(1, 9, 1, 250), touch(3, 0, 1, 310),
+	}}
+	warm.After(cold)
+	want := &trace.Trace{Ready: 900, Touched: []trace.Touch{
+		touch(1, 0, 4, 0), touch(2, 5, 1, 300), touch(1, 4, 1, 300), touch(1, 5, 1, 300), touch(2, 4, 1, 300), touch(1, 8, 2, 600), touch(3, 0, 1, 930),
+	}}
+	if d := cmp.Diff(want, warm); d != "" {
+		t.Error(d)
+	}
+}
+
 func TestDecodeRefuses(t *testing.T) {
 	good := example().Encode()
 	changed := func(change func(*trace.Trace)) []byte {

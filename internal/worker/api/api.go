@@ -133,6 +133,10 @@ type ContainerRequest struct {
 	// Trace gives the container a mount of the image of its own, with a cold
 	// page cache, and records which pages are read from it. The image must be complete.
 	Trace bool `json:"trace,omitempty"`
+	// Before, with Trace, is an encoded trace of the same image, of a start with a cold
+	// page cache. Its pages are read in before the container starts, and the
+	// container's trace is this one, with what is read besides in its places.
+	Before []byte `json:"before,omitempty"`
 }
 
 // Start is what foil run knows of a container that it started.

@@ -42,8 +42,8 @@ func TestRequests(t *testing.T) {
 		Images_:      func(context.Context) ([]api.Image, error) { return images, nil },
 		RemoveImage_: func(_ context.Context, ref string) error { removed = append(removed, ref); return nil },
 		CreateContainer_: func(_ context.Context, req api.ContainerRequest) (*api.Container, error) {
-			if req != (api.ContainerRequest{ID: "web 1", Ref: "r.example/a:1"}) {
-				t.Errorf("request %+v", req)
+			if d := cmp.Diff(api.ContainerRequest{ID: "web 1", Ref: "r.example/a:1"}, req); d != "" {
+				t.Error(d)
 			}
 			return &container, nil
 		},

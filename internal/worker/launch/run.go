@@ -368,7 +368,11 @@ func (r *run) prepare(ctx context.Context) (id, dir string, err error) {
 	case <-ctx.Done():
 		return "", "", context.Cause(ctx)
 	}
-	c, err := r.Client.CreateContainer(ctx, api.ContainerRequest{ID: r.o.Spec.ID, Ref: r.o.Pull.Ref, Trace: r.tracing != nil})
+	req := api.ContainerRequest{ID: r.o.Spec.ID, Ref: r.o.Pull.Ref}
+	if r.tracing != nil {
+		req.Trace, req.Before = true, r.tracing.Before
+	}
+	c, err := r.Client.CreateContainer(ctx, req)
 	if err != nil {
 		return "", "", err
 	}

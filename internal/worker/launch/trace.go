@@ -13,6 +13,9 @@ import (
 
 // TraceOptions are what a traced run has besides Options.
 type TraceOptions struct {
+	// Before is the trace of a start with a cold page cache: its pages are read in before this one. What comes
+	// out is the trace of both.
+	Before []byte
 	// Send sends the trace to the image's server.
 	Send bool
 	// Quiet is for how long a container without a probe reads nothing new when
@@ -78,7 +81,8 @@ func (r *run) trace(ctx context.Context, proc *runner.Container, ready time.Time
 		select {
 		case <-time.After(time.Until(ready.Add(r.tracing.After))):
 			req.Until = time.Now()
-		case <-proc.Done(): // what it reads to end is not wanted
+		case <-proc.Done(): // by itself: what it reads to end others wait for as well
+			req.Until = time.Now()
 		case <-ctx.Done():
 			return context.Cause(ctx)
 		}

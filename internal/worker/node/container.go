@@ -141,7 +141,7 @@ func (n *Node) CreateContainer(ctx context.Context, req api.ContainerRequest) (_
 	}
 	lower := r.path("mnt")
 	if req.Trace {
-		if lower, err = n.startTracing(ctx, c, r); err != nil {
+		if lower, err = n.startTracing(ctx, c, r, req.Before); err != nil {
 			return nil, err
 		}
 	}

@@ -44,6 +44,7 @@ const (
 // laid is a rootfs that a pull has laid out.
 type laid struct {
 	r     *rootfs
+	dir   string // where it is mounted
 	toc   *toc.TOC
 	place placement
 	names func() *names // made when they are needed
@@ -53,7 +54,7 @@ type laid struct {
 func (p *pull) laid(r *rootfs, t *toc.TOC, place placement) {
 	p.warm.mu.Lock()
 	defer p.warm.mu.Unlock()
-	p.warm.laid = &laid{r, t, place, sync.OnceValue(func() *names { return namesOf(t) })}
+	p.warm.laid = &laid{r, r.path("mnt"), t, place, sync.OnceValue(func() *names { return namesOf(t) })}
 }
 
 // pages is told of page runs that have been written to the arena.
@@ -156,7 +157,7 @@ func (m *mounted) read(run trace.Run, before func(off, n int64)) {
 			m.close()
 		}
 		var err error
-		if fd, err = unix.Open(filepath.Join(m.r.path("mnt"), path), unix.O_RDONLY|unix.O_CLOEXEC|unix.O_NOFOLLOW, 0); err != nil {
+		if fd, err = unix.Open(filepath.Join(m.dir, path), unix.O_RDONLY|unix.O_CLOEXEC|unix.O_NOFOLLOW, 0); err != nil {
 			return
 		}
 		if m.fds == nil {
