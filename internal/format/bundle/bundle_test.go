@@ -641,7 +641,7 @@ func BenchmarkPlan(b *testing.B) {
 	})
 }
 
-// What is coded by AppendFrameHead, on another connection, is the same stream.
+// What is coded by AppendFrameHead and AppendPagesHead, on another connection, is the same stream.
 func TestFrameHead(t *testing.T) {
 	var whole, first, rest bytes.Buffer
 	w := bundle.NewWriter(&whole)
@@ -657,6 +657,9 @@ func TestFrameHead(t *testing.T) {
 		frame := bytes.Repeat([]byte{byte(index)}, int(index%1000))
 		w.Frame(index, frame)
 		b.Sections(append(bundle.AppendFrameHead(nil, index, len(frame)), frame...))
+		w.Pages(int(index%300), index, frame)
+		head := bundle.AppendPagesHead(nil, int(index%300), index, 0)
+		b.Sections(append(bundle.AppendPagesHead(head[:0], int(index%300), index, len(frame)), frame...))
 	}
 	if err := errors.Join(w.End(), b.End()); err != nil {
 		t.Fatal(err)

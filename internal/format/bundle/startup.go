@@ -155,6 +155,17 @@ func (w *Writer) Pages(image int, frame uint32, parts ...[]byte) error {
 	return w.section(TypePages, flagMust, append(all[:1], parts...)...)
 }
 
+// AppendPagesHead appends what a Pages section has before its frame, which has length bytes
+// and is to follow. Heads that differ in length only take as many bytes.
+func AppendPagesHead(dst []byte, image int, frame uint32, length int) []byte {
+	var numbers [2 * binary.MaxVarintLen64]byte
+	n := binary.PutUvarint(numbers[:], uint64(image))
+	n += binary.PutUvarint(numbers[n:], uint64(frame))
+	dst = append(dst, byte(TypePages), flagMust)
+	dst = binary.LittleEndian.AppendUint32(dst, uint32(n+length))
+	return append(dst, numbers[:n]...)
+}
+
 func (r *Reader) decodeStartup(payload []byte) (*Startup, error) {
 	c := columns.Reader{B: payload}
 	s := &Startup{Index: int(c.Uint(1 << 20)), Origin: string(c.Block(64))}

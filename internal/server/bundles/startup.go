@@ -88,7 +88,7 @@ func (p *pull) hold(deliveries []*startup.Delivery) time.Duration {
 	return 0
 }
 
-// pages sends startup sets, frame by frame.
+// pages sends startup sets.
 func (p *pull) pages(ctx context.Context, wants []planner.Want, deliveries []*startup.Delivery) error {
 	for i, delivery := range deliveries {
 		if delivery == nil {
@@ -105,8 +105,8 @@ func (p *pull) pages(ctx context.Context, wants []planner.Want, deliveries []*st
 		}
 		p.about = ref(p.images[i].Repository, p.images[i].Reference)
 		contents := &planner.Contents{TOC: x.Table(), Index: x, Objects: p.h.o.Objects}
-		err := delivery.Send(ctx, contents, func(frame uint32, data []byte) error {
-			if err := p.w.Pages(i, frame, data); err != nil {
+		err := delivery.Send(ctx, contents, func(sections []byte) error {
+			if err := p.w.Sections(sections); err != nil {
 				return writeFailed{err}
 			}
 			if err := p.flush(); err != nil {

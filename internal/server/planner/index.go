@@ -33,6 +33,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"math/bits"
 	"slices"
 
 	"github.com/opencontainers/go-digest"
@@ -167,26 +168,58 @@ func (x *Index) check() error {
 	return nil
 }
 
+// sort makes order and prefix. IDs are digests, and as good as random: put into as many
+// buckets as there are, by their first bits, some share one, and what is left to sort are
+// these few.
 func (x *Index) sort() {
 	type entry struct {
 		prefix uint64
 		number uint32
 	}
-	entries := make([]entry, 0, len(x.segments))
-	for i := range x.segments {
-		if id := &x.segments[i].ID; !id.IsHole() {
-			entries = append(entries, entry{binary.BigEndian.Uint64(id[:]), uint32(i)})
+	n := 0
+	for _, f := range x.frameOf {
+		if f != noFrame {
+			n++
 		}
 	}
-	slices.SortFunc(entries, func(a, b entry) int {
-		if a.prefix != b.prefix {
-			return cmp.Compare(a.prefix, b.prefix)
+	shift := 64 - bits.Len(uint(n))
+	ends := make([]uint32, 1<<(64-shift)) // by bucket: where it ends
+	for i := range x.segments {
+		if x.frameOf[i] != noFrame {
+			ends[binary.BigEndian.Uint64(x.segments[i].ID[:])>>shift]++
 		}
-		return cmp.Or(bytes.Compare(x.segments[a.number].ID[:], x.segments[b.number].ID[:]), cmp.Compare(a.number, b.number))
-	})
-	x.order, x.prefix = make([]uint32, len(entries)), make([]uint64, len(entries))
-	for i, e := range entries {
-		x.order[i], x.prefix[i] = e.number, e.prefix
+	}
+	for i := 1; i < len(ends); i++ {
+		ends[i] += ends[i-1]
+	}
+	// Filled from their ends: ends become starts.
+	entries := make([]entry, n)
+	for i := len(x.segments) - 1; i >= 0; i-- {
+		if x.frameOf[i] != noFrame {
+			prefix := binary.BigEndian.Uint64(x.segments[i].ID[:])
+			at := &ends[prefix>>shift]
+			*at--
+			entries[*at] = entry{prefix, uint32(i)}
+		}
+	}
+	x.order, x.prefix = make([]uint32, n), make([]uint64, n)
+	for i, start := range ends {
+		end := n
+		if i+1 < len(ends) {
+			end = int(ends[i+1])
+		}
+		bucket := entries[start:end]
+		if len(bucket) > 1 {
+			slices.SortFunc(bucket, func(a, b entry) int {
+				if a.prefix != b.prefix {
+					return cmp.Compare(a.prefix, b.prefix)
+				}
+				return cmp.Or(bytes.Compare(x.segments[a.number].ID[:], x.segments[b.number].ID[:]), cmp.Compare(a.number, b.number))
+			})
+		}
+		for k, e := range bucket {
+			x.order[int(start)+k], x.prefix[int(start)+k] = e.number, e.prefix
+		}
 	}
 }
 

@@ -2,6 +2,7 @@ package startup
 
 import (
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"hash/crc32"
@@ -234,35 +235,48 @@ func (t *Set) Verify(ctx context.Context, table *toc.TOC, digests map[segment.ID
 	return sound, nil
 }
 
-// aheadFrames is how many frames are read before the network has taken those
-// before.
-const aheadFrames = 4
+const (
+	// chunkBytes is how much goes to the network at once: a frame by itself costs a system call
+	// and some switches between goroutines.
+	chunkBytes = 256 << 10
+	// aheadChunks is how many chunks are read before the network has taken those
+	// before.
+	aheadChunks = 3
+)
 
-// Send reads the frames of a delivery, in large reads, and calls fn with each;
-// the bytes are valid during the call. A frame that is lost or damaged is made
-// anew from the packs, which contents reads. Errors: fn's; those of contents.
-func (d *Delivery) Send(ctx context.Context, contents *planner.Contents, fn func(frame uint32, data []byte) error) error {
+// Send reads the frames of a delivery, in large reads, and calls fn with Pages sections, one
+// or some at a time, all of them in their order; the bytes are valid during the call. A frame
+// that is lost or damaged is made anew from the packs, which contents reads. Errors: fn's;
+// those of contents.
+func (d *Delivery) Send(ctx context.Context, contents *planner.Contents, fn func(sections []byte) error) error {
 	type chunk struct {
 		data []byte
 		err  error
 	}
 	ctx, cancel := context.WithCancel(ctx)
-	out, free := make(chan chunk), make(chan []byte, aheadFrames)
-	for range aheadFrames {
+	out, free := make(chan chunk), make(chan []byte, aheadChunks)
+	for range aheadChunks {
 		free <- nil
 	}
 	go func() {
 		defer close(out)
 		r := reader{ctx: ctx, delivery: d, contents: contents}
 		defer r.close()
-		for i := range d.sources {
+		for i := 0; i < len(d.sources); {
 			var c chunk
 			select {
 			case c.data = <-free:
 			case <-ctx.Done():
 				return
 			}
-			c.data, c.err = r.frame(i, c.data[:0])
+			if c.data == nil {
+				c.data = make([]byte, 0, chunkBytes)
+			}
+			// The first frame goes by itself, so that the worker has something to do.
+			c.data, c.err = r.section(i, c.data[:0])
+			for i++; i > 1 && i < len(d.sources) && c.err == nil && r.sectionMost(i) <= chunkBytes-len(c.data); i++ {
+				c.data, c.err = r.section(i, c.data)
+			}
 			select {
 			case out <- c:
 			case <-ctx.Done():
@@ -278,15 +292,13 @@ func (d *Delivery) Send(ctx context.Context, contents *planner.Contents, fn func
 		for range out { // wait for the reader
 		}
 	}()
-	frame := uint32(0)
 	for c := range out {
 		if c.err != nil {
 			return c.err
 		}
-		if err := fn(frame, c.data); err != nil {
+		if err := fn(c.data); err != nil {
 			return err
 		}
-		frame++
 		free <- c.data
 	}
 	return ctx.Err()
@@ -310,6 +322,24 @@ func (r *reader) close() {
 		r.object.Close()
 		r.object = nil
 	}
+}
+
+// sectionMost is what the section of frame i takes at most, bytes.
+func (r *reader) sectionMost(i int) int {
+	wire := &r.delivery.Wire
+	return int(bundle.SectionLength(int(wire.Frames[i].MaxLength))) + binary.MaxVarintLen32
+}
+
+// section appends the Pages section of frame i to dst.
+func (r *reader) section(i int, dst []byte) ([]byte, error) {
+	image := r.delivery.Wire.Index
+	body := bundle.AppendPagesHead(dst, image, uint32(i), 0)
+	out, err := r.frame(i, body)
+	if err != nil {
+		return dst, err
+	}
+	_ = bundle.AppendPagesHead(out[:len(dst)], image, uint32(i), len(out)-len(body)) // in its place
+	return out, nil
 }
 
 // frame appends frame i of the delivery to dst.

@@ -1,7 +1,9 @@
 package startup
 
 import (
+	"bytes"
 	"context"
+	"encoding/binary"
 	"flag"
 	"fmt"
 	"io"
@@ -12,6 +14,7 @@ import (
 
 	"github.com/opencontainers/go-digest"
 
+	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/format/toc"
 	"hydrofoil.dev/foil/internal/format/trace"
@@ -177,7 +180,7 @@ func (m *image) deliver(t fataler, d *Delivery) {
 		bodies[segment.Sum([]byte(b))] = b
 	}
 	n := 0
-	err := d.Send(context.Background(), &planner.Contents{TOC: m.x.Table(), Index: m.x, Objects: m.w.World.Objects}, func(i uint32, data []byte) error {
+	frame := func(i uint32, data []byte) error {
 		f := &d.Wire.Frames[i]
 		if int(i) != n || len(data) > int(f.MaxLength) {
 			return fmt.Errorf("frame %d after %d, %d bytes, announced at most %d", i, n, len(data), f.MaxLength)
@@ -197,6 +200,21 @@ func (m *image) deliver(t fataler, d *Delivery) {
 		}
 		if len(raw) > 0 {
 			return fmt.Errorf("frame %d has %d bytes too many", i, len(raw))
+		}
+		return nil
+	}
+	err := d.Send(context.Background(), &planner.Contents{TOC: m.x.Table(), Index: m.x, Objects: m.w.World.Objects}, func(sections []byte) error {
+		for len(sections) > 0 {
+			i := uint32(n)
+			head := len(bundle.AppendPagesHead(nil, d.Wire.Index, i, 0))
+			length := int(binary.LittleEndian.Uint32(sections[2:])) + 6 - head
+			if want := bundle.AppendPagesHead(nil, d.Wire.Index, i, length); !bytes.Equal(sections[:head], want) {
+				return fmt.Errorf("section %x, want %x", sections[:head], want)
+			}
+			if err := frame(i, sections[head:head+length]); err != nil {
+				return err
+			}
+			sections = sections[head+length:]
 		}
 		return nil
 	})
