@@ -17,6 +17,15 @@ import (
 	"hydrofoil.dev/foil/internal/server/upstream"
 )
 
+// touch gets as many bytes of memory from the kernel, page by page, and leaves them to the
+// collector: the first pull need not wait for that.
+func touch(bytes int) {
+	for b := make([]byte, bytes); len(b) > 0; b = b[min(len(b), os.Getpagesize()):] {
+		b[0] = 1
+	}
+	runtime.GC()
+}
+
 func newServeCommand() *cobra.Command {
 	var opts serve.Options
 	var level slog.Level
@@ -76,6 +85,7 @@ line makes no sense.`,
 			if os.Getenv("GOGC") == "" {
 				untouched := make([]byte, 64<<20)
 				defer runtime.KeepAlive(untouched)
+				touch(16 << 20)
 			}
 			s, err := serve.Start(cmd.Context(), opts)
 			if err != nil {
