@@ -75,7 +75,7 @@ func transfer(ev api.Event) progress.Transfer {
 	t := progress.Transfer{
 		Name: ev.Ref, Moved: ev.BytesMoved, Total: ev.BytesTotal,
 		Waits: ev.Waits, Waited: seconds(ev.Waited),
-		Done: ev.Event == api.Complete,
+		Trouble: ev.Trouble, Done: ev.Event == api.Complete,
 	}
 	if ev.Event != api.Progress {
 		t.Phase = string(ev.Event)
@@ -97,6 +97,9 @@ func eventLine(ev api.Event) string {
 		s += " of " + progress.Bytes(ev.BytesTotal)
 	}
 	s += " moved"
+	if ev.Trouble != "" {
+		s += ", trying again: " + progress.OneLine(ev.Trouble)
+	}
 	if ev.Waits > 0 {
 		s += fmt.Sprintf(", %d reads waited %s", ev.Waits, progress.Duration(seconds(ev.Waited)))
 	}

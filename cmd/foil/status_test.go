@@ -25,3 +25,16 @@ func TestStatusOfServers(t *testing.T) {
 		t.Error(diff)
 	}
 }
+
+// While the daemon tries again, everything that shows a pull says why.
+func TestTroubleIsShown(t *testing.T) {
+	ev := api.Event{Event: api.Progress, Ref: "r.example/a:1", Elapsed: 20, Trouble: "Post http://r.example: unexpected EOF"}
+	for _, test := range []struct{ got, want string }{
+		{pullLine(api.PullStatus{Event: ev}, 0), "r.example/a:1 trying again: Post http://r.example: unexpected EOF  0 B"},
+		{eventLine(ev), "r.example/a:1: 20.0s, 0 B moved, trying again: Post http://r.example: unexpected EOF"},
+	} {
+		if test.got != test.want {
+			t.Errorf("got %q, want %q", test.got, test.want)
+		}
+	}
+}

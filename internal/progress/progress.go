@@ -7,6 +7,7 @@ import (
 	"math"
 	"strings"
 	"time"
+	"unicode"
 	"unicode/utf8"
 )
 
@@ -21,7 +22,9 @@ type Transfer struct {
 	// summed time.
 	Waits  int64
 	Waited time.Duration
-	Done   bool
+	// Trouble is why nothing comes; empty: all is well.
+	Trouble string
+	Done    bool
 }
 
 // minBar is the narrowest bar that says more than its percentage.
@@ -46,6 +49,10 @@ func (t Transfer) facts() string {
 	var f []string
 	if t.Phase != "" {
 		f = append(f, t.Phase)
+	}
+	if t.Trouble != "" && !t.Done {
+		// Before the rest, so that a narrow terminal has some of it.
+		f = append(f, "trying again: "+OneLine(t.Trouble))
 	}
 	switch {
 	case t.Done || t.Total == 0:
@@ -94,6 +101,16 @@ func (t Transfer) left() (time.Duration, bool) {
 func (t Transfer) bar(width int) string {
 	n := int(math.Round(t.share() * float64(width)))
 	return strings.Repeat("=", n) + strings.Repeat(" ", width-n)
+}
+
+// OneLine makes a line for terminals of what a server or the system may have said.
+func OneLine(s string) string {
+	return strings.Join(strings.Fields(strings.Map(func(r rune) rune {
+		if unicode.IsPrint(r) {
+			return r
+		}
+		return ' '
+	}, s)), " ")
 }
 
 // clip cuts s to width columns.

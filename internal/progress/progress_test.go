@@ -28,6 +28,8 @@ func TestLine(t *testing.T) {
 		{"nothing yet", Transfer{Name: "a", Phase: "resolved", Total: 1000}, 50, "a [                  ] resolved  0%  0 B of 1.0 kB"},
 		{"done", Transfer{Name: "a", Phase: "complete", Moved: 1000, Total: 2000, Rate: 7, Waits: 1, Done: true}, 80,
 			"a [========================================] complete  1.0 kB  1 wait (0.00s)"},
+		{"in trouble", Transfer{Name: "a", Phase: "resolved", Total: 1000, Trouble: "Post: EOF\n\x1b[1mx"}, 90, "a [                            ] resolved  trying again: Post: EOF [1mx  0%  0 B of 1.0 kB"},
+		{"in trouble, narrow", Transfer{Name: "a", Moved: 5, Total: 1000, Trouble: "unexpected EOF"}, 24, "a trying again: unexpect"},
 		{"more than the total", Transfer{Name: "a", Moved: 3000, Total: 2000}, 44, "a [=================] 100%  3.0 kB of 2.0 kB"},
 		{"stalled", Transfer{Name: "a", Moved: 1, Total: 1e12, Rate: 1}, 0, "a 0%  1 B of 1.0 TB  1 B/s"},
 	} {
@@ -40,14 +42,15 @@ func TestLine(t *testing.T) {
 func TestLineFits(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		tr := Transfer{
-			Name:   rapid.StringMatching(`[a-z]{1,12}\.[a-zé]{0,60}`).Draw(t, "name"),
-			Phase:  rapid.SampledFrom([]string{"", "resolved", "mounted"}).Draw(t, "phase"),
-			Moved:  rapid.Int64Range(0, 1<<62).Draw(t, "moved"),
-			Total:  rapid.Int64Range(0, 1<<62).Draw(t, "total"),
-			Rate:   rapid.Float64Range(0, 1e12).Draw(t, "rate"),
-			Waits:  rapid.Int64Range(0, 1<<40).Draw(t, "waits"),
-			Waited: time.Duration(rapid.Int64Range(0, 1<<62).Draw(t, "waited")),
-			Done:   rapid.Bool().Draw(t, "done"),
+			Name:    rapid.StringMatching(`[a-z]{1,12}\.[a-zé]{0,60}`).Draw(t, "name"),
+			Phase:   rapid.SampledFrom([]string{"", "resolved", "mounted"}).Draw(t, "phase"),
+			Moved:   rapid.Int64Range(0, 1<<62).Draw(t, "moved"),
+			Total:   rapid.Int64Range(0, 1<<62).Draw(t, "total"),
+			Rate:    rapid.Float64Range(0, 1e12).Draw(t, "rate"),
+			Waits:   rapid.Int64Range(0, 1<<40).Draw(t, "waits"),
+			Waited:  time.Duration(rapid.Int64Range(0, 1<<62).Draw(t, "waited")),
+			Trouble: rapid.String().Draw(t, "trouble"),
+			Done:    rapid.Bool().Draw(t, "done"),
 		}
 		width := rapid.IntRange(1, 200).Draw(t, "width")
 		if line := tr.Line(width); utf8.RuneCountInString(line) > width || strings.Contains(line, "\n") {

@@ -106,7 +106,10 @@ type Event struct {
 	// Touched are the bytes of the pages of its arena that were read so far: exact
 	// while the read-ahead of the mount is off, which it is until ready if there is a
 	// startup set; with it, read-ahead counts.
-	Touched  int64  `json:"touched,omitempty"`
+	Touched int64 `json:"touched,omitempty"`
+	// Trouble is why nothing comes now: how the last stream ended, while the daemon
+	// tries again. Err is what has failed for good.
+	Trouble  string `json:"trouble,omitempty"`
 	Err      string `json:"error,omitempty"`
 	Code     string `json:"code,omitempty"` // of an Error
 	ExitCode *int   `json:"exit_code,omitempty"`

@@ -227,6 +227,7 @@ type Pull struct {
 	keptSize int64   // bytes of them
 	joins    []*join
 	over     bool // nobody joins any more
+	trouble  trouble
 
 	planned  chan struct{} // closed when the first plan, and what came before it, is here
 	planOnce sync.Once
@@ -403,6 +404,7 @@ func (p *Pull) streams() error {
 		p.resumes.Add(1)
 		p.log.Warn("stream broke, resuming", "error", err, "pause", wait)
 		if !errors.Is(err, errAgain) {
+			p.setTrouble(trouble{err.Error(), p.arrivals()})
 			timer := time.NewTimer(wait)
 			select {
 			case <-timer.C:

@@ -168,6 +168,33 @@ func TestResume(t *testing.T) {
 	}
 }
 
+// While a pull tries again, it says why; when something comes, or it has ended, no more.
+func TestTrouble(t *testing.T) {
+	m := newImage(t, "a", files(20)...)
+	with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
+		asked, answer := make(chan struct{}), make(chan struct{})
+		s.scripts = []script{{cutAt: 1, how: "close"}, {header: func(*bundle.Writer) {
+			close(asked)
+			<-answer
+		}}}
+		c := s.client(t, ClientOptions{})
+		defer c.Close()
+		p := Start(t.Context(), w.options(c, 1))
+		<-asked
+		if got := p.Progress().Trouble; !strings.Contains(got, "EOF") {
+			t.Errorf("trouble %q while the pull tries again", got)
+		}
+		close(answer)
+		if err := p.Wait(); err != nil {
+			t.Fatal(err)
+		}
+		if got := p.Progress().Trouble; got != "" {
+			t.Errorf("trouble %q at the end", got)
+		}
+		w.check()
+	})
+}
+
 // TestSlowServer has every stream bring nothing for longer than the client would
 // wait at first: asked the same again, it is given more time.
 func TestSlowServer(t *testing.T) {

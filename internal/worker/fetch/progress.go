@@ -23,6 +23,10 @@ type Progress struct {
 	Frames  int64 // written
 	Damaged int64 // frames that arrived damaged
 	Resumes int64 // streams that broke and were resumed
+
+	// Trouble is how the last stream ended, while the pull tries again and nothing
+	// has come since; empty: all is well.
+	Trouble string
 }
 
 // Startup is what came of startup sets.
@@ -53,6 +57,9 @@ func (p *Pull) Progress() Progress {
 	}
 	pr.Rate = p.rate.add(time.Now(), pr.Moved)
 	p.mu.Lock()
+	if p.trouble.arrivals == p.arrivals() {
+		pr.Trouble = p.trouble.why
+	}
 	for _, t := range p.targets {
 		if t != nil && t.arena != nil {
 			pr.ContentHere += t.arena.ContentHere()
@@ -62,6 +69,18 @@ func (p *Pull) Progress() Progress {
 	}
 	p.mu.Unlock()
 	return pr
+}
+
+// trouble is how a stream ended, other than well.
+type trouble struct {
+	why      string // empty: there was none, or a stream runs again
+	arrivals int64  // of the pull by then
+}
+
+func (p *Pull) setTrouble(t trouble) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.trouble = t
 }
 
 // rate measures bytes a second over the last seconds.

@@ -338,7 +338,7 @@ func (s *stream) planned(ctx context.Context, plan *bundle.Plan) error {
 		t.toc = nil
 	}
 	s.state = make([]frameState, len(plan.Frames))
-	p.current = s
+	p.current, p.trouble = s, trouble{}
 	p.told(s.claims)
 	s.beginHold()
 	p.planOnce.Do(func() { close(p.planned) })

@@ -11,7 +11,7 @@ import (
 // Milestones are kept: who joins late hears them all.
 func (p *pull) happened(kind api.EventKind, err error) {
 	ev := p.snapshot()
-	ev.Event = kind
+	ev.Event, ev.Trouble = kind, ""
 	if err != nil {
 		e := asError(err)
 		ev.Err, ev.Code = e.Message, e.Code
@@ -49,6 +49,7 @@ func (p *pull) snapshot() api.Event {
 	}
 	if f != nil {
 		pr = f.Progress()
+		ev.Trouble = pr.Trouble
 	}
 	ev.BytesMoved, ev.BytesTotal = pr.Moved, pr.Total
 	count, took := p.waits.Total()

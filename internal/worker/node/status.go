@@ -11,7 +11,7 @@ func (p *pull) status() api.PullStatus {
 		last := p.milestones[len(p.milestones)-1]
 		s.Event.Event, s.Err, s.Code = last.Event, last.Err, last.Code
 		if p.over {
-			s.Time, s.Elapsed = last.Time, last.Elapsed
+			s.Time, s.Elapsed, s.Trouble = last.Time, last.Elapsed, ""
 		}
 	}
 	over := p.over
