@@ -83,6 +83,9 @@ func advise(root string, err error) error {
 	if !ok {
 		return err
 	}
+	if e.Code == api.CodeUnavailable && (strings.Contains(e.Message, api.ServerAnswers) || strings.Contains(e.Message, "the daemon")) {
+		return err // the way to the server is not at fault
+	}
 	next := map[string]struct{ advice, has string }{
 		api.CodeUnauthorized: {"Give it credentials: --creds or FOIL_CREDS for one pull, docker login as the daemon's user for all (foil node --docker-config).", "--creds"},
 		api.CodeUnavailable:  {"Is the server up, and reachable from here? One that speaks HTTP without TLS needs --plain-http.", "--plain-http"},

@@ -23,6 +23,8 @@ func TestAdvise(t *testing.T) {
 		{api.CodeNotFound, "no such tag", "no such tag"},
 		{api.CodeUnavailable, "server gone", "server gone\nIs the server up"},
 		{api.CodeUnavailable, "server gone: try --plain-http", "server gone: try --plain-http"},
+		{api.CodeUnavailable, "503: the server answers, but", "503: the server answers, but"},
+		{api.CodeUnavailable, "pull: the daemon is stopping", "pull: the daemon is stopping"},
 		{api.CodeUnsupported, "no EROFS", "no EROFS\nWhat this host can do, and what to do about it: foil doctor --root /r"},
 		{api.CodeNoSpace, "disk full", "disk full\nWhat is on the worker: foil images"},
 		{api.CodeCorrupt, "frame 7", "frame 7\nWhat is wrong in detail: foil verify"},

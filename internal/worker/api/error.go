@@ -12,12 +12,15 @@ const (
 	CodeInvalid      = "invalid"      // the request makes no sense as it stands
 	CodeUnauthorized = "unauthorized" // the registry refuses
 	CodeConflict     = "conflict"     // in use, or exists already
-	CodeUnavailable  = "unavailable"  // the server cannot be reached
+	CodeUnavailable  = "unavailable"  // the server cannot be reached, or does not give it now
 	CodeCorrupt      = "corrupt"      // bytes do not match their digest
 	CodeNoSpace      = "no_space"     // the worker's disk is full
 	CodeUnsupported  = "unsupported"  // this kernel or host cannot do it
 	CodeInternal     = "internal"     // a bug, or an error nobody expected
 )
+
+// ServerAnswers is in messages of CodeUnavailable about servers that were reached.
+const ServerAnswers = "the server answers"
 
 // Codes are all of them.
 var Codes = []string{CodeNotFound, CodeInvalid, CodeUnauthorized, CodeConflict, CodeUnavailable, CodeCorrupt, CodeNoSpace, CodeUnsupported, CodeInternal}

@@ -15,6 +15,9 @@ import (
 	"hydrofoil.dev/foil/internal/worker/fetch"
 )
 
+// answers is of a server that is up and reachable, with TLS or without as it was asked.
+const answers = api.ServerAnswers + ", but does not give the image now: its log, or that of a proxy in front of it, says why"
+
 // codeOf is the one table from what can go wrong in a pull to the code that
 // clients of the daemon see.
 var codeOf = []struct {
@@ -28,7 +31,7 @@ var codeOf = []struct {
 	{isBundle(bundle.CodeInvalid), api.CodeInvalid, ""},
 	{isBundle(bundle.CodeUnauthorized), api.CodeUnauthorized, ""},
 	{isBundle(bundle.CodeUnsupported), api.CodeUnsupported, ""},
-	{isBundle(bundle.CodeUnavailable), api.CodeUnavailable, ""},
+	{isBundle(bundle.CodeUnavailable), api.CodeUnavailable, answers},
 	{isBundle(bundle.CodeCorrupt), api.CodeCorrupt, ""},
 	{isStatus(http.StatusNotFound, http.StatusMethodNotAllowed), api.CodeUnsupported, "the server is no Hydrofoil server"},
 	{isStatus(http.StatusMovedPermanently, http.StatusFound, http.StatusSeeOther, http.StatusTemporaryRedirect, http.StatusPermanentRedirect), api.CodeUnsupported,
@@ -36,6 +39,7 @@ var codeOf = []struct {
 	{isAny(bundle.ErrForeign), api.CodeUnsupported, "the server is no Hydrofoil server"},
 	{isStatus(http.StatusUnauthorized, http.StatusForbidden), api.CodeUnauthorized, ""},
 	{isAny(bundle.ErrCorrupt, fetch.ErrDamaged), api.CodeCorrupt, ""},
+	{isAnswered, api.CodeUnavailable, answers},
 	{isAny(fetch.ErrUnreachable), api.CodeUnavailable, ""},
 	{isAny(syscall.EPERM, syscall.EACCES), api.CodeUnauthorized, ""},
 	{isAny(fetch.ErrStopped, context.Canceled, context.DeadlineExceeded), api.CodeUnavailable, ""},
@@ -133,6 +137,11 @@ func isBundle(code string) func(error) bool {
 func isOlder(err error) bool {
 	e, ok := errors.AsType[*fetch.StatusError](err)
 	return ok && e.Status == http.StatusBadRequest && strings.Contains(e.Message, "unknown field")
+}
+
+// isAnswered reports whether a server was given up that did answer, with a status.
+func isAnswered(err error) bool {
+	return errors.Is(err, fetch.ErrUnreachable) && errors.As(err, new(*fetch.StatusError))
 }
 
 func isStatus(codes ...int) func(error) bool {

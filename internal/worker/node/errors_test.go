@@ -36,10 +36,17 @@ func TestErrorsHaveCodes(t *testing.T) {
 		{status(400, `bundle request: json: unknown field "hold"`), api.CodeUnsupported, "upgrade the server"},
 		{fetch.ErrDamaged, api.CodeCorrupt, ""},
 		{fetch.ErrUnreachable, api.CodeUnavailable, ""},
+		// Given up, although it answers.
+		{fmt.Errorf("%w http://h: %w", fetch.ErrUnreachable, status(503, "")), api.CodeUnavailable, api.ServerAnswers},
+		{fmt.Errorf("%w http://h, which asks to be asked again in 1m0s: %w", fetch.ErrUnreachable, status(429, "")), api.CodeUnavailable, api.ServerAnswers},
+		{fmt.Errorf("%w http://h: %w", fetch.ErrUnreachable, said(bundle.CodeUnavailable)), api.CodeUnavailable, api.ServerAnswers},
 	} {
 		e := asError(fmt.Errorf("pull registry.example/app:1: %w", c.err))
 		if e.Code != c.code || !strings.Contains(e.Message, c.todo) {
 			t.Errorf("%v: %s, %q; want %s and %q", c.err, e.Code, e.Message, c.code, c.todo)
+		}
+		if answered := strings.Contains(e.Message, api.ServerAnswers); answered != (c.todo == api.ServerAnswers) {
+			t.Errorf("%v: %q", c.err, e.Message)
 		}
 	}
 }
