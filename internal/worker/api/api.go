@@ -52,6 +52,10 @@ type PullRequest struct {
 	// Probed says that Service.ContainerStarted will be told when the container is
 	// ready.
 	Probed bool `json:"probed,omitempty"`
+	// Container has a container made with the image, of this ID: its directory at
+	// once (Reserved), its filesystem when the image is mounted (Mounted). It is
+	// the caller's from then on; before, it goes when the stream ends.
+	Container string `json:"container,omitempty"`
 	// Until ends the event stream (not the pull) after the named event:
 	// "mounted" or "complete" (default).
 	Until EventKind `json:"until,omitempty"`
@@ -69,7 +73,11 @@ const (
 	Complete EventKind = "complete" // every byte is here, verified and durable
 	Failed   EventKind = "failed"
 
-	// The last two come from `foil run`, not from the daemon.
+	// Reserved says that the directory of PullRequest.Container is there, empty, for
+	// what a runtime needs before the filesystem. It is no part of the pull's story.
+	Reserved EventKind = "reserved"
+
+	// The last three come from `foil run`, not from the daemon.
 	Started EventKind = "started" // the container's process runs
 	Ready   EventKind = "ready"   // its probe says so
 	Exited  EventKind = "exited"
@@ -113,6 +121,9 @@ type Event struct {
 	Err      string `json:"error,omitempty"`
 	Code     string `json:"code,omitempty"` // of an Error
 	ExitCode *int   `json:"exit_code,omitempty"`
+	// Container is that of PullRequest.Container: with Reserved without its Config,
+	// with Mounted as CreateContainer returns it.
+	Container *Container `json:"container,omitempty"`
 }
 
 // Image is one image on the worker.

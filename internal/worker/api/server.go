@@ -13,7 +13,8 @@ import (
 type Service interface {
 	// Pull starts the pull of an image, or joins the one that runs, and emits
 	// its events until the one that req.Until names. When ctx ends, Pull
-	// returns and the pull goes on.
+	// returns and the pull goes on. With req.Container it fails as CreateContainer
+	// does, too, and the pull goes on then as well.
 	Pull(ctx context.Context, req PullRequest, emit func(Event) error) error
 	// PullReport fails with CodeNotFound when the daemon has not pulled the image since
 	// it began.
@@ -25,7 +26,8 @@ type Service interface {
 	// with CodeConflict when the ID is taken.
 	CreateContainer(ctx context.Context, req ContainerRequest) (*Container, error)
 	Containers(ctx context.Context) ([]Container, error)
-	// RemoveContainer fails with CodeConflict while the container runs.
+	// RemoveContainer fails with CodeConflict while the container runs. One that
+	// waits for its image goes, and the Pull that asked for it fails.
 	RemoveContainer(ctx context.Context, id string) error
 	// ContainerStarted takes what is known of a container's start, and again when
 	// it is ready.

@@ -42,6 +42,8 @@ type host struct {
 	// pull is what the daemon does for a pull; nil: resolved, mounted, complete.
 	pull  func(ctx context.Context, emit func(api.Event) error) error
 	pulls int
+	// separate daemons make no container with a pull.
+	separate bool
 }
 
 // hosts counts them: IDs name cgroups, which all share.
@@ -64,6 +66,11 @@ func newHost(t *testing.T) *host {
 			h.mu.Lock()
 			h.pulls++
 			h.mu.Unlock()
+			emit, done, err := h.into(req, emit)
+			defer done()
+			if err != nil {
+				return err
+			}
 			if h.pull != nil {
 				return h.pull(ctx, emit)
 			}
@@ -132,6 +139,34 @@ func story(emit func(api.Event) error, kinds ...api.EventKind) error {
 		}
 	}
 	return nil
+}
+
+// into has emit make the container that a pull is to make, and done remove what there is
+// of one that was not made.
+func (h *host) into(req api.PullRequest, emit func(api.Event) error) (_ func(api.Event) error, done func(), err error) {
+	if req.Container == "" || h.separate {
+		return emit, func() {}, nil
+	}
+	dir := filepath.Join(h.dir, "containers", req.Container)
+	made := false
+	done = func() {
+		if !made {
+			_ = os.RemoveAll(dir)
+		}
+	}
+	if err := os.MkdirAll(dir, 0o711); err != nil {
+		return nil, done, err
+	}
+	err = emit(api.Event{Event: api.Reserved, Ref: testRef, Container: &api.Container{ID: req.Container, Dir: dir, Rootfs: filepath.Join(dir, "rootfs")}})
+	return func(ev api.Event) (err error) {
+		if ev.Event == api.Mounted {
+			if ev.Container, err = h.create(api.ContainerRequest{ID: req.Container, Ref: req.Ref}); err != nil {
+				return err
+			}
+			made = true
+		}
+		return emit(ev)
+	}, done, err
 }
 
 // create makes a root directory of busybox.
@@ -222,7 +257,7 @@ func TestRun(t *testing.T) {
 	base := []api.EventKind{api.Resolved, api.Mounted, api.Started}
 	exited := append(slices.Clone(base), api.Exited)
 	ready := append(slices.Clone(base), api.Ready, api.Exited)
-	for _, test := range []struct {
+	for i, test := range []struct {
 		name, script, probe string
 		until               api.EventKind
 		code                int
@@ -249,6 +284,7 @@ func TestRun(t *testing.T) {
 			o, rec := h.options(test.script)
 			o.Probe, o.Until, o.Remove = mustProbe(t, test.probe), test.until, true
 			o.Grace = 500 * time.Millisecond
+			h.separate = i%2 == 1
 			code, err := h.Run(t.Context(), *o)
 			if test.err == "" && err != nil || test.err != "" && (err == nil || !strings.Contains(err.Error(), test.err)) {
 				t.Errorf("error %v, want %q", err, test.err)
@@ -358,10 +394,33 @@ func TestNotStarted(t *testing.T) {
 			if got := ExitCode(err); got != test.code {
 				t.Errorf("code %d, want %d: %v", got, test.code, err)
 			}
-			if len(h.containers) != 0 {
-				t.Errorf("left: %+v", h.containers)
-			}
+			h.nothing(t)
 		})
+	}
+}
+
+// nothing fails the test if anything of a container is there, or runc waits for one.
+func (h *host) nothing(t *testing.T) {
+	t.Helper()
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if len(h.containers) != 0 {
+		t.Errorf("left: %+v", h.containers)
+	}
+	children, err := filepath.Glob("/proc/self/task/*/children")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, path := range children {
+		pids, err := os.ReadFile(path)
+		if err != nil {
+			continue // the thread has ended
+		}
+		for _, pid := range strings.Fields(string(pids)) {
+			if name, err := os.ReadFile("/proc/" + pid + "/comm"); err == nil && strings.HasPrefix(string(name), "runc") {
+				t.Errorf("runc runs still, process %s", pid)
+			}
+		}
 	}
 }
 
@@ -414,6 +473,7 @@ func TestInterruptedBeforeTheStart(t *testing.T) {
 		t.Errorf("got %v, code %d", err, ExitCode(err))
 	}
 	<-left
+	h.nothing(t)
 }
 
 type writerFunc func(b []byte) (int, error)
@@ -425,7 +485,7 @@ func TestInterruptedWhileTheStartHangs(t *testing.T) {
 	h := newHost(t)
 	deleted := filepath.Join(h.dir, "deleted")
 	h.Runner.Command = filepath.Join(h.dir, "runc")
-	script := fmt.Sprintf("#!/bin/sh\ncase \"$*\" in\n*run*--detach*) echo begun; exec sleep 1000;;\n*delete*) : > %s;;\nesac\nexec runc \"$@\"\n", deleted)
+	script := fmt.Sprintf("#!/bin/sh\ncase \"$*\" in\n*run*--detach*)\n  for a; do [ \"$p\" != --bundle ] || cat \"$a/config.json\" >/dev/null; p=$a; done\n  echo begun; exec sleep 1000;;\n*delete*) : > %s;;\nesac\nexec runc \"$@\"\n", deleted)
 	if err := os.WriteFile(h.Runner.Command, []byte(script), 0o755); err != nil {
 		t.Fatal(err)
 	}
@@ -444,9 +504,7 @@ func TestInterruptedWhileTheStartHangs(t *testing.T) {
 	if _, err := os.Stat(deleted); err != nil {
 		t.Errorf("runc was not told to delete the container: %v", err)
 	}
-	if len(h.containers) != 0 {
-		t.Errorf("left: %+v", h.containers)
-	}
+	h.nothing(t)
 }
 
 // The rest of the image cannot be had: the container goes on, the story says so.

@@ -3,14 +3,13 @@ package launch
 import (
 	"context"
 	"fmt"
-	"sync"
 	"time"
 
 	"hydrofoil.dev/foil/internal/worker/api"
 )
 
-// pull pulls the image, or finds it here, and emits the events of that. It
-// closes r.mounted and r.pulled, and ends with ctx (the daemon's pull does not).
+// pull pulls the image, or finds it here, and emits the events of that. It fills
+// r.reserved and r.mounted, closes r.pulled, and ends with ctx (the daemon's pull does not).
 func (r *run) pull(ctx context.Context) {
 	defer close(r.pulled)
 	here, err := r.here(ctx)
@@ -21,14 +20,23 @@ func (r *run) pull(ctx context.Context) {
 	r.mu.Lock()
 	r.pulling = true
 	r.mu.Unlock()
-	close(r.asking)
 	req := r.o.Pull
 	req.Until = api.Complete
 	req.Entrypoint, req.Args, req.Probed = r.o.Spec.Entrypoint, r.o.Spec.Args, r.o.Probe != nil && r.tracing == nil
-	mounted := sync.OnceFunc(func() { close(r.mounted) })
+	if r.tracing == nil { // one that is traced is made when all is here
+		req.Container = r.o.Spec.ID
+	}
+	mounted := false
 	for ev, err := range r.Client.Pull(ctx, req) {
 		if ctx.Err() != nil {
 			return
+		}
+		c := ev.Container
+		ev.Container = nil
+		if ev.Event == api.Reserved {
+			r.container.Store(true)
+			r.reserved <- c
+			continue
 		}
 		if ev.Event != "" {
 			r.emit(ev)
@@ -37,8 +45,9 @@ func (r *run) pull(ctx context.Context) {
 			r.pullErr = err
 			return
 		}
-		if ev.Event == api.Mounted {
-			mounted()
+		if ev.Event == api.Mounted && !mounted && r.tracing == nil {
+			mounted = true
+			r.mounted <- c
 		}
 	}
 }

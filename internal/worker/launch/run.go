@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"sync"
 	"sync/atomic"
@@ -12,6 +13,7 @@ import (
 	"time"
 
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+	specs "github.com/opencontainers/runtime-spec/specs-go"
 
 	"hydrofoil.dev/foil/internal/worker/api"
 	"hydrofoil.dev/foil/internal/worker/probe"
@@ -104,7 +106,7 @@ func (o *Options) prepare() (err error) {
 }
 
 func (w *Worker) newRun(o Options) *run {
-	r := &run{Worker: w, o: o, asking: make(chan struct{}), mounted: make(chan struct{}), pulled: make(chan struct{})}
+	r := &run{Worker: w, o: o, reserved: make(chan *api.Container, 1), mounted: make(chan *api.Container, 1), pulled: make(chan struct{})}
 	r.counts.Ref = o.Pull.Ref
 	return r
 }
@@ -118,10 +120,10 @@ type run struct {
 	pulling bool       // the run asked the daemon to pull
 	counts  api.Event  // the latest event or status of the pull
 
-	asking  chan struct{} // closed when the daemon is about to be asked for a pull
-	mounted chan struct{} // closed when containers can start
-	pulled  chan struct{} // closed when the pull has ended
-	pullErr error         // how; valid when pulled is closed
+	reserved chan *api.Container // what is there of the container before its image, unless that is here
+	mounted  chan *api.Container // the container, once it can start; nil: it is still to be made
+	pulled   chan struct{}       // closed when the pull has ended
+	pullErr  error               // how; valid when pulled is closed
 
 	tellExit sync.Once
 
@@ -129,7 +131,8 @@ type run struct {
 	args    []string // of the container's first process
 	began   time.Time
 
-	starting atomic.Bool // the container's process may run from now on
+	container atomic.Bool // the daemon has something of the container, or had it
+	starting  atomic.Bool // the container's process may run from now on
 }
 
 func (r *run) run(ctx context.Context) (code int, err error) {
@@ -143,44 +146,37 @@ func (r *run) run(ctx context.Context) (code int, err error) {
 	defer interrupt(nil)
 	started := make(chan *runner.Container, 1)
 	helpers.Go(func() { r.signals(always, started, interrupt) })
-	helpers.Go(func() { r.pull(always) })
-	helpers.Go(func() {
-		r.Runner.Warm()
-		select {
-		case <-r.asking: // the server, which takes as long
-			r.Runner.Rehearse(always)
-		case <-r.pulled:
-		}
-	})
+	pulling, letGo := context.WithCancel(always)
+	defer letGo()
+	helpers.Go(func() { r.pull(pulling) })
+	helpers.Go(r.Runner.Warm)
 
-	id, dir, err := r.prepare(before)
-	if err != nil {
-		return 0, notStarted(before, err)
-	}
 	noted := make(chan struct{}) // closed when the daemon knows of the start
 	defer func() {
 		// One that never ran is of no use to anybody.
-		if _, never := errors.AsType[*NotStartedError](err); r.o.Remove || never {
-			if !never {
-				<-noted
-			}
-			rerr := r.Client.RemoveContainer(always, id)
-			// It may have been removed by force.
-			if e, ok := errors.AsType[*api.Error](rerr); !ok || e.Code != api.CodeNotFound {
-				err = errors.Join(err, rerr)
-			}
+		_, never := errors.AsType[*NotStartedError](err)
+		if !r.container.Load() || !r.o.Remove && !never {
+			return
+		}
+		if never {
+			letGo() // of what is not finished
+		} else {
+			<-noted
+		}
+		rerr := r.Client.RemoveContainer(always, r.o.Spec.ID)
+		// It may have been removed by force, or nothing was made of it.
+		if e, ok := errors.AsType[*api.Error](rerr); !ok || e.Code != api.CodeNotFound {
+			err = errors.Join(err, rerr)
 		}
 	}()
-	r.began = time.Now()
-	r.starting.Store(true)
-	proc, err := r.Runner.Start(before, id, dir, r.o.IO)
+	proc, err := r.start(before)
 	if err != nil {
 		return 0, notStarted(before, err)
 	}
 	defer func() { err = errors.Join(err, proc.Close()) }()
 	started <- proc
 	helpers.Go(func() {
-		r.note(always, id, time.Time{})
+		r.note(always, proc.ID, time.Time{})
 		close(noted)
 	})
 	r.tell(always, api.Event{Event: api.Started})
@@ -352,50 +348,92 @@ func (r *run) signals(ctx context.Context, started <-chan *runner.Container, int
 	}
 }
 
-// prepare brings the container to where it can be started: its filesystem and its
-// configuration are in the bundle directory dir.
-func (r *run) prepare(ctx context.Context) (id, dir string, err error) {
-	mounted := r.mounted
-	if r.tracing != nil {
-		mounted = nil // complete, or not at all
+// start brings the container to where its process runs. runc is begun when there is a
+// place for it, while the image is still coming, and is told what to run when the image
+// is mounted.
+func (r *run) start(ctx context.Context) (*runner.Container, error) {
+	var begun *runner.Starting
+	c, err := r.awaitImage(ctx, func(c *api.Container) (err error) {
+		begun, err = r.Runner.Begin(ctx, c.ID, c.Dir, r.o.IO)
+		return err
+	})
+	if err == nil && begun == nil {
+		begun, err = r.Runner.Begin(ctx, c.ID, c.Dir, r.o.IO)
 	}
-	select {
-	case <-mounted:
-	case <-r.pulled:
-		if r.pullErr != nil {
-			return "", "", r.pullErr
+	if err != nil {
+		return nil, abort(begun, err)
+	}
+	spec, err := r.configuration(c)
+	if err != nil {
+		return nil, abort(begun, err)
+	}
+	r.began = time.Now()
+	r.starting.Store(true)
+	return begun.Configure(spec)
+}
+
+// abort gives up what was begun, if anything was.
+func abort(begun *runner.Starting, err error) error {
+	if begun == nil {
+		return err
+	}
+	return errors.Join(err, begun.Abort())
+}
+
+// awaitImage waits until the container can start. reserved is called as soon as there is a
+// directory for it, if that comes before.
+func (r *run) awaitImage(ctx context.Context, reserved func(*api.Container) error) (*api.Container, error) {
+	var c *api.Container
+	for done := false; !done; {
+		select {
+		case c := <-r.reserved:
+			// Its directory goes when the pull fails, which says why in a moment.
+			if err := reserved(c); err != nil && !errors.Is(err, fs.ErrNotExist) {
+				return nil, err
+			}
+		case c = <-r.mounted:
+			done = true
+		case <-r.pulled:
+			select {
+			case c = <-r.mounted:
+			default:
+				if r.pullErr != nil {
+					return nil, r.pullErr
+				}
+			}
+			done = true
+		case <-ctx.Done():
+			return nil, context.Cause(ctx)
 		}
-	case <-ctx.Done():
-		return "", "", context.Cause(ctx)
+	}
+	if c != nil {
+		return c, nil
 	}
 	req := api.ContainerRequest{ID: r.o.Spec.ID, Ref: r.o.Pull.Ref}
 	if r.tracing != nil {
 		req.Trace, req.Before = true, r.tracing.Before
 	}
 	c, err := r.Client.CreateContainer(ctx, req)
-	if err != nil {
-		return "", "", err
+	if err == nil {
+		r.container.Store(true)
 	}
-	if err := r.configure(c); err != nil {
-		return "", "", errors.Join(err, r.Client.RemoveContainer(context.WithoutCancel(ctx), c.ID))
-	}
-	return c.ID, c.Dir, nil
+	return c, err
 }
 
-// configure writes the container's configuration.
-func (r *run) configure(c *api.Container) error {
+// configuration is what runc is told to run.
+func (r *run) configuration(c *api.Container) (*specs.Spec, error) {
 	var image ocispec.Image
 	if err := json.Unmarshal(c.Config, &image); err != nil {
-		return fmt.Errorf("config of image %s: %w", c.Ref, err)
+		return nil, fmt.Errorf("config of image %s: %w", c.Ref, err)
 	}
 	o := r.o.Spec
 	o.Dir, o.Rootfs = c.Dir, c.Rootfs
 	spec, err := runner.Spec(image, o)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	r.args = spec.Process.Args
-	return runner.WriteSpec(c.Dir, spec)
+	return spec, nil
 }
 
 // notStarted says why the container did not start; when it was interrupted, that

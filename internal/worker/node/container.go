@@ -10,6 +10,7 @@ import (
 	"regexp"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/opencontainers/go-digest"
@@ -40,19 +41,24 @@ type container struct {
 	// tracing records what it reads; nil unless this daemon made it to be
 	// traced. Guarded by Node.mu.
 	tracing *tracing
-	// busy: it is being made or removed. Guarded by Node.mu.
-	busy bool
+	// busy: it is being made or removed. reserved is set while it waits for its image, which
+	// is not known yet. Guarded by Node.mu.
+	busy     bool
+	reserved *reservation
 }
 
 const containerVersion = 1
 
 var containerID = regexp.MustCompile(`^[a-zA-Z0-9][a-zA-Z0-9_.-]*$`)
 
+// reservation is what a container has while its image is still coming.
+type reservation struct {
+	drop  context.CancelCauseFunc // ends the Pull that asked for it
+	ended chan struct{}           // closed when it is a container, or has gone
+}
+
 // CreateContainer mounts a writable filesystem over an image for a container.
 func (n *Node) CreateContainer(ctx context.Context, req api.ContainerRequest) (_ *api.Container, err error) {
-	if len(req.ID) > 128 || !containerID.MatchString(req.ID) {
-		return nil, errorf(api.CodeInvalid, "container ID %q: use up to 128 letters, digits, '_', '.' and '-', a letter or digit first", req.ID)
-	}
 	name, err := api.NormalRef(req.Ref)
 	if err != nil {
 		return nil, err
@@ -62,7 +68,53 @@ func (n *Node) CreateContainer(ctx context.Context, req api.ContainerRequest) (_
 		return nil, err
 	}
 	defer leave()
-	dir := filepath.Join(n.opts.Root, "containers", req.ID)
+	c, err := n.reserve(req.ID, nil)
+	if err != nil {
+		return nil, err
+	}
+	made, err := n.fill(ctx, c, name, req, func() error { return n.makeDirs(c) })
+	n.settle(c, err == nil)
+	return made, err
+}
+
+// reserve takes an ID for a container, which is busy until settle. It does not touch the disk.
+func (n *Node) reserve(id string, until *reservation) (*container, error) {
+	if len(id) > 128 || !containerID.MatchString(id) {
+		return nil, errorf(api.CodeInvalid, "container ID %q: use up to 128 letters, digits, '_', '.' and '-', a letter or digit first", id)
+	}
+	dir := filepath.Join(n.opts.Root, "containers", id)
+	c := &container{
+		Version:   containerVersion,
+		Container: api.Container{ID: id, Dir: dir, Rootfs: filepath.Join(dir, "rootfs")},
+		busy:      true,
+		reserved:  until,
+	}
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.containers[id] != nil {
+		return nil, errorf(api.CodeConflict, "container %s exists: choose another name, or remove it with `foil rm %s`", id, id)
+	}
+	n.containers[id] = c
+	return c, nil
+}
+
+// makeDirs makes the directories of a container.
+func (n *Node) makeDirs(c *container) error {
+	// What an earlier one left would be seen in this one.
+	if err := n.clearContainer(c.Dir); err != nil {
+		return err
+	}
+	for _, d := range []string{"rootfs", "upper", "work"} {
+		if err := os.MkdirAll(filepath.Join(c.Dir, d), 0o711); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// fill makes a reserved container one of the image of that name, which must be mounted, traced
+// as req says. dirs, unless nil, makes its directories.
+func (n *Node) fill(ctx context.Context, c *container, name string, req api.ContainerRequest, dirs func() error) (_ *api.Container, err error) {
 	n.mu.Lock()
 	img := n.images[name]
 	var r *rootfs
@@ -70,8 +122,6 @@ func (n *Node) CreateContainer(ctx context.Context, req api.ContainerRequest) (_
 		r = n.rootfs[img.ChainID]
 	}
 	switch {
-	case n.containers[req.ID] != nil:
-		err = errorf(api.CodeConflict, "container %s exists: choose another name, or remove it with `foil rm %s`", req.ID, req.ID)
 	case img == nil || n.removing[name]:
 		err = errorf(api.CodeNotFound, "no image %s here: pull it with `foil pull %s`", name, name)
 	case r != nil && r.broken != nil:
@@ -85,58 +135,22 @@ func (n *Node) CreateContainer(ctx context.Context, req api.ContainerRequest) (_
 		n.mu.Unlock()
 		return nil, err
 	}
-	c := &container{
-		Version: containerVersion,
-		Container: api.Container{
-			ID:      req.ID,
-			Ref:     name,
-			Digest:  img.Digest.String(),
-			Created: time.Now().UTC(),
-			Dir:     dir,
-			Rootfs:  filepath.Join(dir, "rootfs"),
-			Config:  json.RawMessage(img.Config),
-		},
-		ChainID: r.rec.ChainID,
-		Traced:  req.Trace,
-		busy:    true,
-	}
-	n.containers[req.ID] = c // holds the image from here on
+	c.Ref, c.Digest, c.Created, c.Config = name, img.Digest.String(), time.Now().UTC(), json.RawMessage(img.Config)
+	c.ChainID, c.Traced = r.rec.ChainID, req.Trace // holds the image from here on
 	n.touch(img)
 	n.tryNow(name, n.opts.wantedRetry)
 	if !req.Trace {
-		r.learning.created(req.ID)
+		r.learning.created(c.ID)
 	}
 	n.mu.Unlock()
-
-	defer func() {
-		if err != nil {
-			if cerr := n.clearTraced(c); cerr != nil {
-				n.log.Warn("remove what is left of a container", "id", req.ID, "error", cerr)
-			}
-		}
-		n.mu.Lock()
-		c.busy = false
-		if err != nil {
-			delete(n.containers, req.ID)
-			r.learning.removed(req.ID)
-		}
-		n.mu.Unlock()
-		if err != nil {
-			n.collect()
-		}
-	}()
-	// What an earlier one left would be seen in this one.
-	if err := n.clearContainer(dir); err != nil {
-		return nil, err
-	}
-	for _, d := range []string{"rootfs", "upper", "work"} {
-		if err := os.MkdirAll(filepath.Join(dir, d), 0o711); err != nil {
+	if dirs != nil {
+		if err := dirs(); err != nil {
 			return nil, err
 		}
 	}
 	// The upper directory becomes the container's root directory: it has to
 	// look like the image's.
-	if err := likeRoot(r.path("mnt"), filepath.Join(dir, "upper")); err != nil {
+	if err := likeRoot(r.path("mnt"), filepath.Join(c.Dir, "upper")); err != nil {
 		return nil, err
 	}
 	lower := r.path("mnt")
@@ -152,15 +166,15 @@ func (n *Node) CreateContainer(ctx context.Context, req api.ContainerRequest) (_
 	if err != nil {
 		return nil, err
 	}
-	record := filepath.Join(dir, "container.json")
+	record := filepath.Join(c.Dir, "container.json")
 	if err := replaceFile(record, b); err != nil {
 		return nil, err
 	}
 	// A power cut ends the container, so that its start need not wait for this.
 	n.work.Go(func() {
-		err := errors.Join(syncFile(record), syncDir(dir))
+		err := errors.Join(syncFile(record), syncDir(c.Dir))
 		if err != nil && !errors.Is(err, os.ErrNotExist) { // it was removed
-			n.log.Warn("make the record of a container durable", "id", req.ID, "error", err)
+			n.log.Warn("make the record of a container durable", "id", c.ID, "error", err)
 		}
 	})
 	// Who asked and went away would never remove it.
@@ -169,6 +183,85 @@ func (n *Node) CreateContainer(ctx context.Context, req api.ContainerRequest) (_
 	}
 	made := c.Container
 	return &made, nil
+}
+
+// settle ends the making of a container: it is its caller's, or it goes.
+func (n *Node) settle(c *container, made bool) {
+	if !made {
+		if err := n.clearTraced(c); err != nil {
+			n.log.Warn("remove what is left of a container", "id", c.ID, "error", err)
+		}
+	}
+	n.mu.Lock()
+	c.busy = false
+	if !made {
+		delete(n.containers, c.ID)
+		if r := n.rootfs[c.ChainID]; r != nil {
+			r.learning.removed(c.ID)
+		}
+	}
+	if c.reserved != nil {
+		close(c.reserved.ended)
+		c.reserved = nil
+	}
+	n.mu.Unlock()
+	if !made {
+		n.collect()
+	}
+}
+
+// pullInto is Pull for one who has a container made with the image.
+func (n *Node) pullInto(ctx context.Context, req api.PullRequest, emit func(api.Event) error) (err error) {
+	leave, err := n.enter()
+	if err != nil {
+		return err
+	}
+	leave = sync.OnceFunc(leave)
+	defer leave()
+	ctx, drop := context.WithCancelCause(ctx)
+	defer drop(nil)
+	c, err := n.reserve(req.Container, &reservation{drop: drop, ended: make(chan struct{})})
+	if err != nil {
+		return err
+	}
+	settled := false
+	defer func() {
+		if !settled {
+			n.settle(c, false)
+		}
+	}()
+	p, err := n.startPull(ctx, req, "", false)
+	if err != nil {
+		return err
+	}
+	// While the server is asked.
+	if err := n.makeDirs(c); err != nil {
+		return err
+	}
+	ev := p.snapshot()
+	ev.Event, ev.Container = api.Reserved, &api.Container{ID: c.ID, Dir: c.Dir, Rootfs: c.Rootfs}
+	if err := emit(ev); err != nil {
+		return err
+	}
+	err = p.follow(ctx, req, func(ev api.Event) error {
+		if ev.Event != api.Mounted || settled {
+			return emit(ev)
+		}
+		if ev.Container, err = n.fill(ctx, c, p.ref.name, api.ContainerRequest{}, nil); err != nil {
+			return err
+		}
+		if err := emit(ev); err != nil {
+			return err // nobody has it
+		}
+		settled = true
+		n.settle(c, true)
+		leave()
+		return nil
+	})
+	if err != nil && ctx.Err() != nil {
+		return context.Cause(ctx)
+	}
+	return err
 }
 
 func mountContainer(c *container, lower string) error {
@@ -227,6 +320,21 @@ func (n *Node) RemoveContainer(ctx context.Context, id string) error {
 	defer leave()
 	n.mu.Lock()
 	c := n.containers[id]
+	if c != nil && c.reserved != nil {
+		r := c.reserved
+		r.drop(errorf(api.CodeConflict, "container %s was removed before its image was mounted", id))
+		n.mu.Unlock()
+		select {
+		case <-r.ended:
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+		n.mu.Lock()
+		if n.containers[id] != c { // else it has become one meanwhile
+			n.mu.Unlock()
+			return nil
+		}
+	}
 	if c == nil || c.busy {
 		n.mu.Unlock()
 		if c != nil {

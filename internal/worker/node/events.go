@@ -72,11 +72,15 @@ func (p *pull) snapshot() api.Event {
 }
 
 // follow emits the pull's milestones, those before it came first, and progress
-// between them, until the named one, or the end of the pull.
-func (p *pull) follow(ctx context.Context, until api.EventKind, interval time.Duration, emit func(api.Event) error) error {
+// between them, until the one that req names, or the end of the pull.
+func (p *pull) follow(ctx context.Context, req api.PullRequest, emit func(api.Event) error) error {
+	until := req.Until
+	if until == "" {
+		until = api.Complete
+	}
 	var tick <-chan time.Time
-	if interval > 0 {
-		t := time.NewTicker(max(interval, 20*time.Millisecond))
+	if req.Interval > 0 {
+		t := time.NewTicker(max(req.Interval, 20*time.Millisecond))
 		defer t.Stop()
 		tick = t.C
 	}

@@ -59,7 +59,7 @@ func (n *Node) Hold(ctx context.Context, name string) (*Held, error) {
 	if err != nil {
 		return nil, err
 	}
-	err = p.follow(ctx, api.Mounted, 0, func(ev api.Event) error {
+	err = p.follow(ctx, api.PullRequest{Until: api.Mounted}, func(ev api.Event) error {
 		if ev.Err != "" {
 			return &api.Error{Code: ev.Code, Message: ev.Err}
 		}

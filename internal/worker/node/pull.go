@@ -77,15 +77,14 @@ var (
 // Pull starts the pull of an image, or joins the one that runs, and emits its
 // events.
 func (n *Node) Pull(ctx context.Context, req api.PullRequest, emit func(api.Event) error) error {
+	if req.Container != "" {
+		return n.pullInto(ctx, req, emit)
+	}
 	p, err := n.startPull(ctx, req, "", false)
 	if err != nil {
 		return err
 	}
-	until := req.Until
-	if until == "" {
-		until = api.Complete
-	}
-	return p.follow(ctx, until, req.Interval, emit)
+	return p.follow(ctx, req, emit)
 }
 
 // startPull starts a pull unless one of the same reference runs. A digest asks

@@ -11,7 +11,9 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"time"
 
+	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
 
 	"hydrofoil.dev/foil/internal/kernel"
@@ -38,76 +40,205 @@ type Container struct {
 // with a terminal (process.terminal in config.json) needs IO.TTY. When ctx ends
 // before Start returns, the container is removed, whether its process ran or not.
 func (r *Runner) Start(ctx context.Context, id, dir string, o IO) (*Container, error) {
-	c, err := r.start(ctx, id, dir, o)
+	s, err := r.begin(ctx, id, dir, o, nil)
 	if err != nil {
-		return nil, fmt.Errorf("start container %s: %w", id, err)
+		return nil, err
 	}
-	return c, nil
+	return s.finish()
 }
 
-func (r *Runner) start(ctx context.Context, id, dir string, o IO) (*Container, error) {
+// Starting is a container whose start has begun, and waits for its configuration. One of
+// Configure and Abort is called in the end.
+type Starting struct {
+	runner  *Runner
+	ctx     context.Context
+	id, dir string
+	streams *streams
+	cmd     *exec.Cmd
+	log     string
+	pidFile string
+	drop    func()   // of the PID file
+	config  *os.File // where runc reads its configuration from; nil: a file
+}
+
+// Begin is Start for a container whose configuration is not known yet: runc, which takes
+// a while until it reads that, is begun, and Starting.Configure does the rest. dir need not
+// hold anything. If the calling process is killed meanwhile, so that nobody configures the
+// container, runc ends by itself.
+func (r *Runner) Begin(ctx context.Context, id, dir string, o IO) (*Starting, error) {
+	// A pipe that runc finds as config.json, and not a FIFO: opening that would wait
+	// for a writer, for ever if there is none any more.
+	from, to, err := os.Pipe()
+	if err != nil {
+		return nil, startError(id, err)
+	}
+	defer from.Close()
+	if err := os.Symlink(fmt.Sprintf("/proc/self/fd/%d", firstExtra), filepath.Join(dir, configName)); err != nil {
+		return nil, errors.Join(startError(id, err), to.Close())
+	}
+	s, err := r.begin(ctx, id, dir, o, from)
+	if err != nil {
+		_ = os.Remove(filepath.Join(dir, configName))
+		return nil, errors.Join(err, to.Close())
+	}
+	s.config = to
+	return s, nil
+}
+
+// firstExtra is the descriptor that the first of exec.Cmd.ExtraFiles is.
+const firstExtra = 3
+
+func startError(id string, err error) error { return fmt.Errorf("start container %s: %w", id, err) }
+
+// begin begins runc. config is what it shall read its configuration from by
+// descriptor firstExtra; nil: config.json is there.
+func (r *Runner) begin(ctx context.Context, id, dir string, o IO, config *os.File) (_ *Starting, err error) {
+	s := &Starting{runner: r, ctx: ctx, id: id, dir: dir, log: filepath.Join(dir, "runc.log"), drop: func() {}}
+	defer func() {
+		if err != nil {
+			err = startError(id, errors.Join(err, s.close()))
+		}
+	}()
 	if err := os.MkdirAll(r.StateRoot, 0o711); err != nil {
 		return nil, err
 	}
 	if err := unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0); err != nil {
 		return nil, fmt.Errorf("become a subreaper: %w", err)
 	}
-	s, err := openStreams(dir, o)
-	if err != nil {
+	if s.streams, err = openStreams(dir, o); err != nil {
 		return nil, err
 	}
-	log := filepath.Join(dir, "runc.log")
-	pidFile, dropPIDFile := pidFile(dir)
-	defer dropPIDFile()
-	if err := os.Remove(log); err != nil && !errors.Is(err, os.ErrNotExist) {
-		return nil, errors.Join(err, s.abort())
+	s.pidFile, s.drop = pidFile(dir)
+	if err := os.Remove(s.log); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return nil, err
 	}
 	// One command is faster than two. A terminal must have its size before a
 	// process can ask for it, and that is set in between.
 	args := []string{"run", "--detach"}
-	if s.console != nil {
-		args = []string{"create", "--console-socket", s.console.path}
+	if s.streams.console != nil {
+		args = []string{"create", "--console-socket", s.streams.console.path}
 	}
-	cmd := r.command(ctx, log, append(args, "--bundle", dir, "--pid-file", pidFile, id)...)
-	cmd.Stdin, cmd.Stdout, cmd.Stderr = s.files()
-	err = cmd.Run()
-	if errors.Is(err, exec.ErrNotFound) {
-		return nil, errors.Join(errNoRunc(err), s.abort())
+	s.cmd = r.command(ctx, s.log, append(args, "--bundle", dir, "--pid-file", s.pidFile, id)...)
+	s.cmd.Stdin, s.cmd.Stdout, s.cmd.Stderr = s.streams.files()
+	if config != nil {
+		s.cmd.ExtraFiles = []*os.File{config}
 	}
+	if err := s.cmd.Start(); errors.Is(err, exec.ErrNotFound) {
+		return nil, errNoRunc(err)
+	} else if err != nil {
+		return nil, err
+	}
+	return s, nil
+}
+
+// Configure gives runc the configuration, which is in config.json from then on, and waits
+// until the container's first process is executed, as Start does.
+func (s *Starting) Configure(spec *specs.Spec) (*Container, error) {
+	b, err := encodeSpec(spec)
+	if err == nil {
+		err = replaceSpec(s.dir, b)
+	}
+	if err != nil {
+		return nil, errors.Join(startError(s.id, err), s.Abort())
+	}
+	ease := easeJoin()
+	defer ease()
+	// A runc that has ended reads nothing: why is what finish says. One that was slow has
+	// found the file, and reads nothing either until it ends.
+	_, _ = s.config.Write(b)
+	_ = s.config.Close()
+	return s.finish()
+}
+
+// easeEvery is shorter than the time for which kernel.RejoinCgroup has an effect.
+const easeEvery = 5 * time.Millisecond
+
+// easeJoin has the kernel prepared for what runc does until stop is called: it puts the
+// container into its cgroups, for which the kernel has a process wait some 8 ms unless
+// another one has waited just before. While it waits here runc reads its configuration.
+func easeJoin() (stop func()) {
+	quit, gone := make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(gone)
+		tick := time.NewTicker(easeEvery)
+		defer tick.Stop()
+		for kernel.RejoinCgroup() == nil { // without it runc waits itself
+			select {
+			case <-tick.C:
+			case <-quit:
+				return
+			}
+		}
+	}()
+	return func() {
+		close(quit)
+		<-gone
+	}
+}
+
+// Abort ends a start that comes to nothing. runc has done nothing yet.
+func (s *Starting) Abort() error {
+	_ = s.cmd.Process.Kill() // it may have ended
+	_ = s.cmd.Wait()
+	return errors.Join(s.config.Close(), s.close())
+}
+
+// close undoes what was prepared for a container that was not created.
+func (s *Starting) close() error {
+	s.drop()
+	if s.streams == nil {
+		return nil
+	}
+	return s.streams.abort()
+}
+
+// finish waits for runc.
+func (s *Starting) finish() (*Container, error) {
+	c, err := s.wait()
+	if err != nil {
+		return nil, startError(s.id, err)
+	}
+	return c, nil
+}
+
+func (s *Starting) wait() (*Container, error) {
+	r, ctx := s.runner, s.ctx
+	err := s.cmd.Wait()
 	if err != nil && ctx.Err() == nil {
-		if b, readErr := os.ReadFile(log); readErr == nil && lastError(b) != "" {
+		if b, readErr := os.ReadFile(s.log); readErr == nil && lastError(b) != "" {
 			err = errors.New(lastError(b))
 		}
-		return nil, errors.Join(err, s.abort())
+		return nil, errors.Join(err, s.close())
 	}
 	// From here on there may be a container to be removed when something fails.
 	fail := func(err error) (*Container, error) {
-		return nil, errors.Join(err, r.Delete(context.WithoutCancel(ctx), id), s.abort())
+		return nil, errors.Join(err, r.Delete(context.WithoutCancel(ctx), s.id), s.close())
 	}
 	if err != nil { // runc was killed
 		return fail(fmt.Errorf("%w: %w", context.Cause(ctx), err))
 	}
-	b, err := os.ReadFile(pidFile)
+	b, err := os.ReadFile(s.pidFile)
 	if err != nil {
 		return fail(err)
 	}
 	pid, err := strconv.Atoi(strings.TrimSpace(string(b)))
 	if err != nil {
-		return fail(fmt.Errorf("read %s: %w", pidFile, err))
+		return fail(fmt.Errorf("read %s: %w", s.pidFile, err))
 	}
 	process, err := os.FindProcess(pid)
 	if err != nil {
 		return fail(err)
 	}
-	if err := s.begin(); err != nil {
+	if err := s.streams.begin(); err != nil {
 		return fail(err)
 	}
-	if s.console != nil {
-		if _, err := r.run(ctx, "start", id); err != nil {
+	if s.streams.console != nil {
+		if _, err := r.run(ctx, "start", s.id); err != nil {
 			return fail(err)
 		}
 	}
-	c := &Container{ID: id, runner: r, process: process, streams: s, ended: make(chan struct{})}
+	s.drop()
+	c := &Container{ID: s.id, runner: r, process: process, streams: s.streams, ended: make(chan struct{})}
 	go c.follow()
 	return c, nil
 }

@@ -70,13 +70,6 @@ func (r *Runner) Warm() {
 	_ = unix.Fadvise(int(f.Fd()), 0, 0, unix.FADV_WILLNEED)
 }
 
-// Rehearse runs runc for nothing: it asks for a container that there is not. What every one
-// of its commands reads from the disk, its libraries, and the directories in which they and
-// its helpers are looked for, is in memory then. That it fails is how it ends.
-func (r *Runner) Rehearse(ctx context.Context) {
-	_ = r.command(ctx, "", "state", "rehearsal").Run()
-}
-
 func (r *Runner) command(ctx context.Context, log string, args ...string) *exec.Cmd {
 	full := []string{"--root", r.StateRoot}
 	if log != "" {

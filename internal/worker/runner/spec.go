@@ -123,13 +123,35 @@ func spec(image ocispec.Image, o SpecOptions) (*specs.Spec, error) {
 	}, nil
 }
 
+// configName is that of a container's configuration in its bundle directory.
+const configName = "config.json"
+
 // WriteSpec writes s as config.json into the bundle directory.
 func WriteSpec(dir string, s *specs.Spec) error {
+	b, err := encodeSpec(s)
+	if err != nil {
+		return err
+	}
+	return replaceSpec(dir, b)
+}
+
+func encodeSpec(s *specs.Spec) ([]byte, error) {
 	b, err := json.MarshalIndent(s, "", "\t")
 	if err != nil {
-		return fmt.Errorf("encode container configuration: %w", err)
+		return nil, fmt.Errorf("encode container configuration: %w", err)
 	}
-	if err := os.WriteFile(filepath.Join(dir, "config.json"), b, 0o600); err != nil {
+	return b, nil
+}
+
+// replaceSpec puts an encoded configuration in the place of whatever config.json is: who
+// opens it finds all of it.
+func replaceSpec(dir string, b []byte) error {
+	made := filepath.Join(dir, configName+".new")
+	err := os.WriteFile(made, b, 0o600)
+	if err == nil {
+		err = os.Rename(made, filepath.Join(dir, configName))
+	}
+	if err != nil {
 		return fmt.Errorf("write container configuration: %w", err)
 	}
 	return nil
