@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"crypto/rand"
 	"errors"
 	"fmt"
@@ -167,7 +168,9 @@ func runContainer(cmd *cobra.Command, f *runFlags, o *launch.Options) (code int,
 		return 0, err
 	}
 	defer c.Close()
-	return worker(f.root, c).Run(cmd.Context(), *o)
+	// Run hears of signals by o.Signals: one that comes while the container's process is
+	// being started is for that.
+	return worker(f.root, c).Run(context.WithoutCancel(cmd.Context()), *o)
 }
 
 // apply checks the flags and puts them into o.

@@ -31,6 +31,8 @@ type Container struct {
 	code  int           // valid then
 	err   error         // valid then
 
+	eased chan struct{} // closed when easeJoin has ended; nil: it was not called
+
 	closeOnce sync.Once
 	closeErr  error
 }
@@ -141,23 +143,32 @@ func (s *Starting) Configure(spec *specs.Spec) (*Container, error) {
 	if err != nil {
 		return nil, errors.Join(startError(s.id, err), s.Abort())
 	}
-	ease := easeJoin()
-	defer ease()
+	ctx, stop := context.WithCancel(s.ctx)
+	defer stop()
+	eased := easeJoin(ctx)
 	// A runc that has ended reads nothing: why is what finish says. One that was slow has
 	// found the file, and reads nothing either until it ends.
 	_, _ = s.config.Write(b)
 	_ = s.config.Close()
-	return s.finish()
+	c, err := s.finish()
+	stop()
+	if err != nil {
+		<-eased
+		return nil, err
+	}
+	c.eased = eased
+	return c, nil
 }
 
 // easeEvery is shorter than the time for which kernel.RejoinCgroup has an effect.
 const easeEvery = 5 * time.Millisecond
 
-// easeJoin has the kernel prepared for what runc does until stop is called: it puts the
+// easeJoin has the kernel prepared for what runc is about to do, until ctx ends: it puts the
 // container into its cgroups, for which the kernel has a process wait some 8 ms unless
-// another one has waited just before. While it waits here runc reads its configuration.
-func easeJoin() (stop func()) {
-	quit, gone := make(chan struct{}), make(chan struct{})
+// another one has waited just before. While it waits here runc reads its configuration. gone
+// is closed a while after ctx has ended.
+func easeJoin(ctx context.Context) (gone chan struct{}) {
+	gone = make(chan struct{})
 	go func() {
 		defer close(gone)
 		tick := time.NewTicker(easeEvery)
@@ -165,15 +176,12 @@ func easeJoin() (stop func()) {
 		for kernel.RejoinCgroup() == nil { // without it runc waits itself
 			select {
 			case <-tick.C:
-			case <-quit:
+			case <-ctx.Done():
 				return
 			}
 		}
 	}()
-	return func() {
-		close(quit)
-		<-gone
-	}
+	return gone
 }
 
 // Abort ends a start that comes to nothing. runc has done nothing yet.
@@ -329,6 +337,9 @@ func (c *Container) Close() error {
 		// Not bounded by a caller's context: state must not be left behind.
 		c.closeErr = errors.Join(c.Signal(unix.SIGKILL), c.runner.Delete(context.Background(), c.ID))
 		<-c.ended
+		if c.eased != nil {
+			<-c.eased
+		}
 	})
 	return c.closeErr
 }
