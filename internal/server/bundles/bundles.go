@@ -90,6 +90,7 @@ type Handler struct {
 	mux     *http.ServeMux
 	results *prometheus.CounterVec
 	checks  checks
+	work    sync.WaitGroup // what ahead does
 
 	mu       sync.Mutex
 	suspects map[digest.Digest]bool // guarded by mu: chain IDs to repair before they are served again
@@ -158,7 +159,10 @@ func (h *Handler) Metrics() prometheus.Collector {
 
 // Close ends what goes on in the background and waits for it. Requests must have
 // ended.
-func (h *Handler) Close() error { return h.sets.Close() }
+func (h *Handler) Close() error {
+	h.work.Wait()
+	return h.sets.Close()
+}
 
 // ServeHTTP serves the paths of package bundle.
 func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) { h.mux.ServeHTTP(w, r) }

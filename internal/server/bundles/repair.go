@@ -40,6 +40,7 @@ func (h *Handler) suspected(m *Resolved) bool {
 func (h *Handler) described(ctx context.Context, m *Resolved) (r catalog.Rootfs, encoded []byte, err error) {
 	if !h.suspected(m) {
 		if r, err = h.rootfs(ctx, m, h.o.Rootfs); err == nil {
+			h.ahead(ctx, m, r)
 			encoded, err = h.encodedTOC(ctx, r)
 		}
 		if err == nil || !isDamage(err) || ctx.Err() != nil {

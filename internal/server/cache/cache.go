@@ -60,6 +60,14 @@ func (c *Cache[V]) Get(ctx context.Context, key string, load func(context.Contex
 	}
 }
 
+// Has reports whether the value of key is here.
+func (c *Cache[V]) Has(key string) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	_, ok := c.entries[key]
+	return ok
+}
+
 // find returns a value that is here.
 func (c *Cache[V]) find(key string) (v V, ok bool) {
 	c.mu.Lock()

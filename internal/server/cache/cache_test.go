@@ -27,6 +27,9 @@ func TestCacheForgetsTheOldest(t *testing.T) {
 	get("b", 40) // c goes
 	get("large", 101)
 	get("large", 101) // never kept
+	if !c.Has("a") || c.Has("c") || c.Has("large") {
+		t.Error("Has says another thing than Get")
+	}
 	c.Drop("a")
 	get("a", 40)
 	for key, want := range map[string]int{"a": 2, "b": 2, "c": 1, "large": 2} {
