@@ -132,9 +132,13 @@ type Run struct {
 	Late    time.Duration `json:"late_ns"` // of the link's most belated packet so far
 	// Stolen is the share of the processors' time, until ready or the end if it was not, that
 	// the host of this virtual machine gave to others (steal in proc_stat(5)): 0 to 1.
-	Stolen float64         `json:"stolen,omitempty"`
-	Load   *workloads.Load `json:"load,omitempty"`
-	Err    string          `json:"error,omitempty"`
+	Stolen float64 `json:"stolen,omitempty"`
+	// Own is the processor time that the benchmark itself took between the command and ready, or
+	// the end if it was not: of the probe, and of the emulated link, with what the kernel does when a packet
+	// leaves it. 0 in results of before 2026-11-22.
+	Own  time.Duration   `json:"own_cpu_ns,omitempty"`
+	Load *workloads.Load `json:"load,omitempty"`
+	Err  string          `json:"error,omitempty"`
 }
 
 // MuchStolen is how much of the processors' time may be stolen in a run that is

@@ -675,10 +675,11 @@ func (m *matrix) provision(ctx context.Context, s *site.Site, w *turn, im engine
 		return err
 	}
 	var container *engines.Container
-	before := processorTime()
+	defer quiet()()
+	before, own := processorTime(), ownTime()
 	defer func() {
-		if r.Stolen == 0 { // it was not ready
-			r.Stolen = before.stolenSince()
+		if r.Own == 0 { // it was not ready
+			r.Stolen, r.Own = before.stolenSince(), ownTime()-own
 		}
 	}()
 	t := engines.Begin(s, w.Processes())
@@ -698,7 +699,7 @@ func (m *matrix) provision(ctx context.Context, s *site.Site, w *turn, im engine
 			return err
 		}
 		t.Mark(engines.Ready)
-		r.Stolen = before.stolenSince()
+		r.Stolen, r.Own = before.stolenSince(), ownTime()-own
 		if load := workloads.For(r.Image, im.Ready.Probe); load != nil && m.Load > 0 && !im.Ready.Ends() {
 			r.Load = load(ctx, s.Link, m.Load)
 		}

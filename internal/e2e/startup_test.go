@@ -30,7 +30,7 @@ func withStartupSet(t *testing.T) (s *server, ref string, img image) {
 	img = manyFiles(t, 200, 60_000, 4, 0)
 	ref = s.push("service", "1", img)
 	w := startWorker(t, workerRoot(t))
-	args := append([]string{"trace", "--root", w.root, "--probe", "stdout:^up$", ref, "--"}, service...)
+	args := append([]string{"trace", "--root", w.root, "--after", "100ms", "--probe", "stdout:^up$", ref, "--"}, service...)
 	if out, errOut, code := command(t, args...); code != 0 {
 		t.Fatalf("foil trace: code %d, %q, %q", code, out, errOut)
 	}
@@ -260,7 +260,7 @@ const secondBytes = 20 * 60_000
 func TestSecondService(t *testing.T) {
 	s, ref, img := withStartupSet(t)
 	w := startWorker(t, workerRoot(t))
-	args := append([]string{"trace", "--root", w.root, "--probe", "stdout:^up$", ref, "--"}, second...)
+	args := append([]string{"trace", "--root", w.root, "--after", "100ms", "--probe", "stdout:^up$", ref, "--"}, second...)
 	if out, errOut, code := command(t, args...); code != 0 {
 		t.Fatalf("foil trace: code %d, %q, %q", code, out, errOut)
 	}

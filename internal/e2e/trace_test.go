@@ -389,7 +389,7 @@ func TestFoilTrace(t *testing.T) {
 	w := startWorker(t, workerRoot(t))
 	file := filepath.Join(t.TempDir(), "traces")
 	args := []string{"trace", "--root", w.root, "--no-send", "--runs", "2", "--output", file, "--probe", "stdout:^up$", ref, "--"}
-	out, errOut, code := command(t, append(args, "busybox cat /data/07 >/dev/null; echo up; busybox cat /data/08 >/dev/null; busybox sleep 100")...)
+	out, errOut, code := command(t, append(args, "trap exit TERM; busybox cat /data/07 >/dev/null; echo up; busybox cat /data/08 >/dev/null; busybox sleep 100 & wait")...)
 	if code != 0 || strings.Count(out, "\n") != 3 || !strings.Contains(out, "run 2: ready after ") {
 		t.Fatalf("code %d, output %q, %q", code, out, errOut)
 	}
