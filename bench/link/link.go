@@ -135,13 +135,16 @@ func New(ctx context.Context, options Options) (_ *Link, err error) {
 		}
 	}
 	for side := range l.pipe {
-		p := newPipe(options, uint64(side), l.tun[side], l.tun[1-side])
-		l.pipe[side] = p
+		if l.pipe[side], err = newPipe(options, uint64(side), l.tun[side], l.tun[1-side]); err != nil {
+			return nil, err
+		}
 	}
 	l.pipe[Edge].sent, l.pipe[Cloud].received = l.capture.sent, l.capture.received
 	for _, p := range l.pipe {
 		l.running.Go(p.read)
-		l.running.Go(p.deliver)
+		if p.queues() {
+			l.running.Go(p.deliver)
+		}
 	}
 	l.unwatch = context.AfterFunc(ctx, func() { l.Close() })
 	return l, nil
@@ -157,15 +160,18 @@ func (l *Link) Close() error {
 }
 
 func (l *Link) shutdown() error {
-	for side, p := range l.pipe {
+	for _, p := range l.pipe {
 		if p != nil {
 			p.stop()
-			// Ends read; deliver is ended by stop.
-			l.tun[side].SetReadDeadline(time.Unix(1, 0))
 		}
 	}
 	l.running.Wait()
 	var errs []error
+	for _, p := range l.pipe {
+		if p != nil {
+			errs = append(errs, p.close())
+		}
+	}
 	for side := range l.ns {
 		if l.tun[side] != nil {
 			errs = append(errs, l.tun[side].Close())

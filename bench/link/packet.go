@@ -62,14 +62,14 @@ func (s shape) size(i int) int {
 	return s.header + min(s.gso, s.length-s.header-i*s.gso)
 }
 
-// slice is a packet of its own that stands for segments i to j-1 of p. The
-// result is p itself when that is all of them.
-func (p packet) slice(s shape, i, j int) packet {
+// slice is a packet of its own that stands for segments i to j-1 of p, in memory from take, which
+// gives an empty one with room for so many bytes. The result is p itself when that is all of them.
+func (p packet) slice(s shape, i, j int, take func(n int) packet) packet {
 	if i == 0 && j == s.count {
 		return p
 	}
 	from, to := s.header+i*s.gso, min(s.header+j*s.gso, s.length)
-	q := make(packet, 0, vnetHeader+s.header+to-from)
+	q := take(vnetHeader + s.header + to - from)
 	q = append(q, p[:vnetHeader+s.header]...)
 	q = append(q, p[vnetHeader+from:vnetHeader+to]...)
 	if j-i == 1 {

@@ -62,7 +62,7 @@ func TestSlice(t *testing.T) {
 		charged := 0
 		for i := 0; i < s.count; {
 			j := rapid.IntRange(i+1, s.count).Draw(t, "j")
-			q := p.slice(s, i, j)
+			q := p.slice(s, i, j, room)
 			checkWhole(t, q)
 			if part := q.shape(); part.count != j-i {
 				t.Fatalf("segments %d to %d: %d segments", i, j, part.count)
@@ -110,10 +110,12 @@ func FuzzShape(f *testing.F) {
 		total := 0
 		for i := range s.count {
 			total += s.size(i)
-			p.slice(s, i, i+1)
+			p.slice(s, i, i+1, room)
 		}
 		if total < len(b)-vnetHeader {
 			t.Fatalf("%d bytes charged for %d", total, len(b)-vnetHeader)
 		}
 	})
 }
+
+func room(n int) packet { return make(packet, 0, n) }

@@ -1,9 +1,9 @@
 package link
 
 import (
+	"fmt"
 	"math/rand/v2"
 	"os"
-	"runtime"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -17,17 +17,18 @@ const (
 	grain = time.Millisecond
 	// What is due this soon is delivered now, instead of sleeping again.
 	slack = 50 * time.Microsecond
-	// The longest sleep, which is how long Close may have to wait.
-	nap = 50 * time.Millisecond
 )
 
 // pipe is one direction: the rate-limited queue, then the line. One goroutine
 // (read) puts packets in, with the time at which each is due at the far end;
 // since all take equally long on the line, that order is the order of arrival,
-// and one goroutine (deliver) takes them out.
+// and one goroutine (deliver) takes them out. A line without rate and delay has no queue:
+// read writes each packet to the far device, out of the buffer that it was read into.
 type pipe struct {
 	options Options
 	in, out *os.File
+	alarm   *os.File // a timer, timerfd_create(2), that wakes deliver; nil without a queue
+	timer   int      // its descriptor, open until close
 	epoch   time.Time
 
 	// Owned by read: when the line will have sent what it has been given.
@@ -37,8 +38,8 @@ type pipe struct {
 	mu    sync.Mutex
 	fifo  []due // not yet delivered; from head on
 	head  int
-	ended bool
-	more  sync.Cond // fifo has become longer, or ended is set; on mu
+	alone bool // deliver sleeps without an alarm, since nothing was queued
+	spare spare
 
 	// Called with what is sent, and with what arrives, if not nil.
 	sent     func(p packet, now time.Duration)
@@ -53,30 +54,42 @@ type due struct {
 	packets, bytes int64 // that it stands for
 }
 
-func newPipe(options Options, stream uint64, in, out *os.File) *pipe {
+func newPipe(options Options, stream uint64, in, out *os.File) (*pipe, error) {
 	p := &pipe{options: options, in: in, out: out, epoch: time.Now(), dice: rand.New(rand.NewPCG(options.Seed, stream))}
-	p.more.L = &p.mu
-	return p
+	if p.queues() {
+		// Unlike those of the runtime, which are a millisecond coarse when idle, such a timer is exact;
+		// and no thread of its own waits for it.
+		fd, err := unix.TimerfdCreate(unix.CLOCK_MONOTONIC, unix.TFD_NONBLOCK|unix.TFD_CLOEXEC)
+		if err != nil {
+			return nil, fmt.Errorf("link: timerfd: %w", err)
+		}
+		p.alarm, p.timer = os.NewFile(uintptr(fd), "timerfd"), fd
+	}
+	return p, nil
 }
+
+// queues reports whether packets wait, for the line or on it.
+func (p *pipe) queues() bool { return p.options.Rate > 0 || p.options.RTT > 0 }
 
 func (p *pipe) now() time.Duration { return time.Since(p.epoch) }
 
 // read takes packets from the device until its deadline is in the past.
 func (p *pipe) read() {
-	buffer := make([]byte, maxPacket)
+	buffer := make(packet, maxPacket)
 	for {
 		n, err := p.in.Read(buffer)
 		if err != nil {
 			return
 		}
 		if n > vnetHeader {
-			p.admit(append(packet(nil), buffer[:n]...))
+			p.admit(buffer[:n])
 		}
 	}
 }
 
 // admit charges each segment of a packet to the line and queues those that
-// are neither lost nor too many, in as few parts as grain allows.
+// are neither lost nor too many, in as few parts as grain allows. The packet is the
+// caller's again afterwards.
 func (p *pipe) admit(pkt packet) {
 	s := pkt.shape()
 	now := p.now()
@@ -89,7 +102,7 @@ func (p *pipe) admit(pkt packet) {
 	first, began, bytes := 0, p.busy, int64(0)
 	flush := func(end int) {
 		if first < end {
-			p.queue(due{packet: pkt.slice(s, first, end), packets: int64(end - first), bytes: bytes})
+			p.queue(pkt, s, first, end, bytes)
 		}
 		first, began, bytes = end, p.busy, 0
 	}
@@ -119,19 +132,24 @@ func (p *pipe) admit(pkt packet) {
 	flush(s.count)
 }
 
-// queue is called with what has just been charged: its last bit leaves at
-// p.busy and arrives half a round trip later.
-func (p *pipe) queue(d due) {
-	if p.options.Rate == 0 && p.options.RTT == 0 {
+// queue is called with the segments first to end-1 of a packet, of so many bytes, which have just been
+// charged: their last bit leaves at p.busy and arrives half a round trip later.
+func (p *pipe) queue(pkt packet, s shape, first, end int, bytes int64) {
+	d := due{at: p.busy + p.options.RTT/2, packets: int64(end - first), bytes: bytes}
+	if !p.queues() {
+		d.packet = pkt.slice(s, first, end, func(n int) packet { return make(packet, 0, n) })
 		p.write(d)
 		return
 	}
-	d.at = p.busy + p.options.RTT/2
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	if d.packet = pkt.slice(s, first, end, p.spare.take); first == 0 && end == s.count {
+		d.packet = append(p.spare.take(len(pkt)), pkt...)
+	}
 	p.fifo = append(p.fifo, d)
-	if len(p.fifo)-p.head == 1 {
-		p.more.Signal()
+	if p.alone {
+		p.alone = false
+		p.wake(d.at)
 	}
 }
 
@@ -146,67 +164,113 @@ func (p *pipe) write(d due) {
 	p.out.Write(d.packet)
 }
 
-// deliver writes packets to the far device when they are due. It sleeps in the
-// kernel (the runtime's timers are a millisecond coarse when idle), on a thread
-// of its own, whose timers are exact.
+// deliver writes packets to the far device when they are due, until the alarm's deadline is in
+// the past: all that are due by then at each alarm.
 func (p *pipe) deliver() {
-	runtime.LockOSThread()
-	defer runtime.UnlockOSThread()
-	unix.Prctl(unix.PR_SET_TIMERSLACK, 1, 0, 0, 0)
-	defer unix.Prctl(unix.PR_SET_TIMERSLACK, 0, 0, 0, 0) // 0: the default
+	var expired [8]byte
+	var batch []due
 	for {
-		next, ok := p.next()
-		if !ok {
+		batch = p.due(batch[:0])
+		for i := range batch {
+			p.write(batch[i])
+		}
+		if len(batch) > 0 {
+			p.reuse(batch)
+			continue // others may have become due
+		}
+		if _, err := p.alarm.Read(expired[:]); err != nil {
 			return
 		}
-		wait := next.at - p.now()
-		for ; wait > slack; wait = next.at - p.now() {
-			ts := unix.NsecToTimespec(int64(min(wait, nap)))
-			unix.Nanosleep(&ts, nil)
-			if p.stopped() {
-				return
-			}
-		}
-		if late := int64(-wait); late > p.late.Load() {
+	}
+}
+
+// due appends the packets that are due, and takes them out of the queue. If there are none it sets the
+// alarm to when the next one is.
+func (p *pipe) due(batch []due) []due {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	now := p.now()
+	for ; p.head < len(p.fifo) && p.fifo[p.head].at <= now+slack; p.head++ {
+		if late := int64(now - p.fifo[p.head].at); late > p.late.Load() {
 			p.late.Store(late)
 		}
-		p.write(next)
+		batch = append(batch, p.fifo[p.head])
 	}
-}
-
-// next waits for the packet that is due first and takes it.
-func (p *pipe) next() (due, bool) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	for p.head == len(p.fifo) && !p.ended {
+	switch {
+	case p.head == len(p.fifo):
 		p.fifo, p.head = p.fifo[:0], 0
-		p.more.Wait()
+		p.alone = len(batch) == 0
+	case len(batch) == 0:
+		p.wake(p.fifo[p.head].at)
+	case p.head > 1024 && p.head > len(p.fifo)/2:
+		// Move the rest down when most of the slice has been delivered.
+		p.fifo, p.head = p.fifo[:copy(p.fifo, p.fifo[p.head:])], 0
 	}
-	if p.ended {
-		return due{}, false
-	}
-	d := p.fifo[p.head]
-	p.fifo[p.head] = due{}
-	p.head++
-	// Move the rest down when most of the slice has been delivered.
-	if p.head > 1024 && p.head > len(p.fifo)/2 {
-		p.fifo = p.fifo[:copy(p.fifo, p.fifo[p.head:])]
-		p.head = 0
-	}
-	return d, true
+	return batch
 }
 
+// wake sets the alarm; p.mu is held, or nobody else knows of it.
+func (p *pipe) wake(at time.Duration) {
+	// 0 would disarm it.
+	in := unix.NsecToTimespec(int64(max(at-p.now(), 1)))
+	if err := unix.TimerfdSettime(p.timer, 0, &unix.ItimerSpec{Value: in}, nil); err != nil {
+		panic(fmt.Sprintf("link: set a timer to %v: %v", in, err)) // it is ours, and the time is valid
+	}
+}
+
+// reuse takes back the memory of packets that have been written.
+func (p *pipe) reuse(batch []due) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for i := range batch {
+		p.spare.put(batch[i].packet)
+		batch[i] = due{}
+	}
+}
+
+// spare is memory of packets that can be used again, by size: ACKs are small, and many.
+type spare [len(sizes)][]packet
+
+var sizes = [...]int{256, 4 << 10, 16 << 10, maxPacket}
+
+// take gives an empty packet with room for n bytes.
+func (s *spare) take(n int) packet {
+	for i, size := range sizes {
+		if n > size {
+			continue
+		}
+		if last := len(s[i]) - 1; last >= 0 {
+			p := s[i][last]
+			s[i] = s[i][:last]
+			return p
+		}
+		return make(packet, 0, size)
+	}
+	return make(packet, 0, n)
+}
+
+func (s *spare) put(p packet) {
+	for i, size := range sizes {
+		if cap(p) == size {
+			s[i] = append(s[i], p[:0])
+		}
+	}
+}
+
+// stop has read and deliver end.
 func (p *pipe) stop() {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	p.ended = true
-	p.more.Signal()
+	p.in.SetReadDeadline(time.Unix(1, 0))
+	if p.alarm != nil {
+		p.alarm.SetReadDeadline(time.Unix(1, 0))
+	}
 }
 
-func (p *pipe) stopped() bool {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.ended
+// close is called when read and deliver have ended.
+func (p *pipe) close() error {
+	if p.alarm == nil {
+		return nil
+	}
+	return p.alarm.Close()
 }
 
 func (p *pipe) stats() Stats {
