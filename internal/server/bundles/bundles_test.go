@@ -45,8 +45,9 @@ type server struct {
 	handler *bundles.Handler
 	max     startup.Limit
 	stop    func()
-	// repairs counts calls of Repair, which repairs nothing.
+	// repairs counts calls of Repair, which repairs nothing but what repair does, if it is not nil.
 	repairs atomic.Int32
+	repair  func()
 }
 
 func start(t testing.TB, store objects.Store) *server {
@@ -76,6 +77,9 @@ func (s *server) serve(t testing.TB) {
 		},
 		Repair: func(ctx context.Context, m *bundles.Resolved) (catalog.Rootfs, error) {
 			s.repairs.Add(1)
+			if s.repair != nil {
+				s.repair()
+			}
 			return s.Catalog.Rootfs(ctx, m.ChainID)
 		},
 	})
