@@ -52,11 +52,11 @@ func (p *pacer) cork() *cork {
 }
 
 // wrote is to be called after n bytes were written.
-func (c *cork) wrote(n int) {
+func (c *cork) wrote(n int64) {
 	if c == nil {
 		return
 	}
-	if c.bytes += int64(n); c.bytes >= corkFull {
+	if c.bytes += n; c.bytes >= corkFull {
 		c.release()
 	}
 }

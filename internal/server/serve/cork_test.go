@@ -19,7 +19,8 @@ import (
 func TestCork(t *testing.T) {
 	const hello, header = 50, corkFull
 	type step struct {
-		write  int // bytes
+		write  int   // bytes
+		sent   int64 // bytes, on a connection that was taken over
 		flush  bool
 		wait   time.Duration
 		corked bool // thereafter
@@ -41,6 +42,9 @@ func TestCork(t *testing.T) {
 		{"a small one, after which nothing may come for a while", bundle.PullPath, false, nil, []step{
 			{write: hello, flush: true, corked: true}, {write: corkHello, corked: true}, {flush: true},
 		}},
+		{"beside the ResponseWriter", bundle.PullPath, false, nil, []step{
+			{write: hello, flush: true, corked: true}, {sent: header},
+		}},
 		{"it takes long", bundle.PullPath, false, nil, []step{
 			{write: hello, flush: true, corked: true}, {wait: corkMost - 1, corked: true}, {wait: 2}, {write: header},
 		}},
@@ -58,6 +62,9 @@ func TestCork(t *testing.T) {
 						synctest.Wait()
 						if s.write > 0 {
 							w.Write(make([]byte, s.write))
+						}
+						if s.sent > 0 {
+							w.(interface{ Sent(int64) }).Sent(s.sent)
 						}
 						if s.flush {
 							http.NewResponseController(w).Flush()

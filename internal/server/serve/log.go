@@ -64,7 +64,7 @@ func (r *recorder) Write(p []byte) (int, error) {
 	}
 	r.pace.check(time.Now())
 	n, err := r.ResponseWriter.Write(p)
-	r.cork.wrote(n)
+	r.cork.wrote(int64(n))
 	r.bytes += int64(n)
 	return n, err
 }
@@ -73,6 +73,7 @@ func (r *recorder) Write(p []byte) (int, error) {
 // taken over.
 func (r *recorder) Sent(n int64) {
 	r.bytes += n
+	r.cork.wrote(n)
 	r.pace.check(time.Now())
 }
 
