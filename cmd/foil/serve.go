@@ -97,6 +97,13 @@ line makes no sense.`,
 				end()
 				_ = all.Wait()
 			}()
+			all.Go(func() error {
+				// Else the first pull after quiet hours waits for the disk, page by page.
+				if err := kernel.HoldProgram(); err != nil {
+					opts.Log.Debug("keep the program in memory; a pull may wait for the disk", "error", err)
+				}
+				return nil
+			})
 			if metricsAt != metrics.Off {
 				serveMetrics(ctx, &all, metricsAt, opts.Log, s.Metrics())
 			}
