@@ -122,6 +122,12 @@ type Arena struct {
 	waits waits
 	reads reads
 
+	// unsettled are segments that page runs have completed, for Settle.
+	unsettled struct {
+		sync.Mutex
+		list []int
+	}
+
 	sync struct {
 		sync.Mutex
 		last    held  // what is in the durable file; nil: none is there

@@ -435,7 +435,7 @@ func TestAnyOrder(t *testing.T) {
 				}
 				off, n := r.Range(size)
 				b := all[at+off:][:n]
-				completed, err := a.WriteRun(r, segment.Sum(b), b)
+				completed, err := a.writeRunAndSettle(r, b)
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -538,6 +538,9 @@ func TestConcurrent(t *testing.T) {
 	}
 	readers.Wait()
 	writers.Wait()
+	if _, err := a.Settle(); err != nil {
+		t.Error(err)
+	}
 	if n := a.ContentHere(); n != l.ContentBytes() {
 		t.Errorf("%d bytes here, of %d", n, l.ContentBytes())
 	}

@@ -19,8 +19,9 @@ var ErrContradiction = errors.New("the server contradicts itself: pages of a sta
 // WriteRun verifies that data has the digest id, writes it to the place of a
 // page run of one of the arena's contents, marks its blocks present and wakes
 // those that wait. What is present already is compared with it and left alone.
-// Segments that the run completes are verified and marked present too, in all their
-// places in this arena: their numbers are returned. data is not kept.
+// A segment that the run completes is marked present too if it is the run, or has
+// other places in this arena, where readers may wait for it: it is verified and written there.
+// The numbers of those are returned. The others are left to Settle. data is not kept.
 //
 // Errors: ErrWrongBytes; ErrContradiction; those of pwrite(2). After an error
 // nothing is present that was not verified and written.
@@ -116,15 +117,18 @@ func (a *Arena) writeRun(k int, off int64, id segment.ID, data []byte) (complete
 		}
 		got := id
 		if l.offsets[i] != off || l.end(i) != end {
+			if !l.Repeated(i) {
+				a.unsettled.Lock()
+				a.unsettled.list = append(a.unsettled.list, i)
+				a.unsettled.Unlock()
+				continue
+			}
 			if got, err = a.sum(i); err != nil {
 				return nil, err
 			}
 		}
-		if got != l.ids[i] {
-			return nil, fmt.Errorf("they make up %s, its segment is %s: %w", got, l.ids[i], ErrContradiction)
-		}
-		if fresh, _, _ := a.maps.mark(l, i); fresh {
-			a.one()
+		if err := a.settle(i, got); err != nil {
+			return nil, err
 		}
 		completed = append(completed, i)
 	}
@@ -154,6 +158,65 @@ func (a *Arena) WritePart(i int, data []byte, off, n, around int64) error {
 		return fmt.Errorf("write part of segment %s to arena %s: %w", l.ids[i], a.dir, explain(err))
 	}
 	return nil
+}
+
+// settle marks segment i, whose blocks are present and have a digest.
+func (a *Arena) settle(i int, got segment.ID) error {
+	if want := a.layout.ids[i]; got != want {
+		return fmt.Errorf("they make up %s, its segment is %s: %w", got, want, ErrContradiction)
+	}
+	if fresh, _, _ := a.maps.mark(a.layout, i); fresh {
+		a.one()
+	}
+	return nil
+}
+
+// Settle verifies the segments that page runs have completed, marks them present and
+// returns their numbers. Their bytes can be read before, since each run was verified; to read and
+// hash all of them once more takes the processors as long as hashing the runs did, at a time when
+// a start waits for both. So whoever writes runs calls it when there is time, and
+// before asking whether the arena is complete.
+//
+// Errors: ErrContradiction; those of pread(2). What was not verified then is left to
+// the next call.
+func (a *Arena) Settle() (completed []int, err error) {
+	a.unsettled.Lock()
+	list := a.unsettled.list
+	a.unsettled.list = nil
+	a.unsettled.Unlock()
+	for n, i := range list {
+		fresh, err := a.settleAbsent(i)
+		if err != nil {
+			a.unsettled.Lock()
+			a.unsettled.list = append(a.unsettled.list, list[n:]...)
+			a.unsettled.Unlock()
+			return completed, fmt.Errorf("verify what came as pages of content %d in arena %s: %w", a.layout.Content(i), a.dir, err)
+		}
+		if fresh {
+			completed = append(completed, i)
+		}
+	}
+	return completed, nil
+}
+
+// settleAbsent verifies and marks segment i, unless it is present, or not all of its blocks are.
+func (a *Arena) settleAbsent(i int) (fresh bool, err error) {
+	content := &a.contents[a.layout.contentOf(i)%len(a.contents)]
+	content.RLock()
+	defer content.RUnlock()
+	a.mu.RLock()
+	defer a.mu.RUnlock()
+	if a.closed {
+		return false, ErrClosed
+	}
+	if bit(a.maps.segments, i) || !a.covered(i) {
+		return false, nil
+	}
+	got, err := a.sum(i)
+	if err != nil {
+		return false, err
+	}
+	return true, a.settle(i, got)
 }
 
 // covered reports whether every block with bytes of segment i is present.

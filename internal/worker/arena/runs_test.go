@@ -38,7 +38,16 @@ func (a *Arena) testRun(all []byte, content, first, blocks uint32) ([]int, error
 	r := trace.Run{Content: content, First: first, Blocks: blocks}
 	at, n := r.Range(size)
 	b := all[off+at:][:n]
-	return a.WriteRun(r, segment.Sum(b), b)
+	return a.writeRunAndSettle(r, b)
+}
+
+// writeRunAndSettle returns all segments that a run completes, sorted.
+func (a *Arena) writeRunAndSettle(r trace.Run, b []byte) ([]int, error) {
+	completed, err := a.WriteRun(r, segment.Sum(b), b)
+	settled, serr := a.Settle()
+	completed = append(completed, settled...)
+	slices.Sort(completed)
+	return completed, errors.Join(err, serr)
 }
 
 func TestWriteRun(t *testing.T) {
@@ -161,6 +170,48 @@ func TestWritePart(t *testing.T) {
 	got, err := os.ReadFile(filepath.Join(a.Dir(), FileName))
 	if err != nil || !bytes.Equal(got, contents(l, data)) {
 		t.Errorf("the file differs from the contents: %v", err)
+	}
+}
+
+// TestSettle has pages of segments that have no other place: their bytes are here when
+// the runs are, and the segments when they were settled, or when the next daemon finds them.
+func TestSettle(t *testing.T) {
+	for _, crash := range []bool{false, true} {
+		a, data, all := runArena(t)
+		for first := range uint32(4) {
+			r := trace.Run{Content: 0, First: first, Blocks: 1}
+			at, n := r.Range(14107)
+			want := []int(nil)
+			if first == 1 {
+				want = []int{1} // which has another place
+			}
+			if got, err := a.WriteRun(r, segment.Sum(all[at:][:n]), all[at:][:n]); err != nil || !cmp.Equal(got, want) {
+				t.Fatalf("page %d completed %v, %v", first, got, err)
+			}
+		}
+		if a.HasSegment(0) || !a.Present(0, 14107) || a.AbsentSegments(nil, 0, 14107) != nil {
+			t.Errorf("segment 0 marked %v, its bytes present %v", a.HasSegment(0), a.Present(0, 14107))
+		}
+		// One comes as a segment as well.
+		if err := a.WriteSegment(2, data[2]); err != nil {
+			t.Error(err)
+		}
+		if crash {
+			a.Close()
+			var err error
+			if a, err = Open(a.dir, a.layout); err != nil {
+				t.Fatal(err)
+			}
+			defer a.Close()
+		} else if got, err := a.Settle(); err != nil || !cmp.Equal(got, []int{0, 3}) {
+			t.Errorf("settled %v, %v", got, err)
+		}
+		if !a.HasSegment(0) || !a.HasSegment(2) || !a.HasSegment(3) || a.Missing() != 2 {
+			t.Errorf("crash %v: %d segments are missing", crash, a.Missing())
+		}
+		if got, err := a.Settle(); err != nil || got != nil {
+			t.Errorf("settled %v, %v", got, err)
+		}
 	}
 }
 

@@ -552,6 +552,10 @@ func (p *Pull) syncer() {
 
 func (p *Pull) sync(ctx context.Context) error {
 	p.unsync.Store(0)
+	// Before the sync, after which the pages may be in memory no more.
+	if err := p.settle(); err != nil {
+		return err
+	}
 	p.mu.Lock()
 	targets := slices.Clone(p.targets)
 	p.mu.Unlock()

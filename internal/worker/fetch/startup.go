@@ -123,6 +123,13 @@ func (p *Pull) writePages(j job, raw []byte) []byte {
 			here = append(here, r)
 		}
 	}
+	if len(p.opts.Request.Images) > 1 {
+		// What the pages have completed may be all that another image waits for.
+		if err := p.settle(); err != nil {
+			p.cancel(err)
+			return raw
+		}
+	}
 	if j.reads != nil && len(wrong) == 0 {
 		return raw // counted when all of it is written; it goes to who reads it
 	}
@@ -144,6 +151,26 @@ func (p *Pull) writePages(j job, raw []byte) []byte {
 		p.frames.Add(1)
 	}
 	return raw
+}
+
+// settle has what pages of startup sets have completed verified, and counted as segments.
+func (p *Pull) settle() error {
+	p.mu.Lock()
+	targets := slices.Clone(p.targets)
+	p.mu.Unlock()
+	for _, t := range targets {
+		if t == nil || t.arena == nil {
+			continue
+		}
+		completed, err := t.arena.Settle()
+		if err == nil {
+			err = p.spread(t.arena, completed)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // spread copies segments that page runs completed to the pull's other arenas

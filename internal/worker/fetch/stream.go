@@ -75,6 +75,11 @@ func (p *Pull) stream(stalls int) (err error) {
 	s.end()
 	s.parts.Wait()
 	s.jobs.Wait()
+	if p.ctx.Err() == nil {
+		if err := p.settle(); err != nil {
+			return finalError{err}
+		}
+	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	switch {
