@@ -92,6 +92,9 @@ func appendStored(dst []byte, segments [][]byte) []byte {
 // for frames of 256 KiB.
 const decodeSlack = 16
 
+// DecodeCap is the capacity of a buffer that DecodeFrame never needs a larger one for.
+const DecodeCap = MaxFrameRaw + decodeSlack
+
 // DecodeFrame appends to dst the raw bytes of the frame, which must be exactly
 // rawLength, and returns it. It never returns more, whatever the frame says; of
 // the capacity of dst it may fill decodeSlack bytes more. The bytes are not

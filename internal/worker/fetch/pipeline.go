@@ -39,7 +39,7 @@ func (p *Pull) getBuffer(ctx context.Context, n int) *buffer {
 		b = new(buffer)
 	}
 	if cap(b.bytes) < n {
-		b.bytes = make([]byte, n, max(n, 64<<10))
+		b.bytes = make([]byte, n, max(n, 256<<10))
 	}
 	b.bytes, b.counted = b.bytes[:n], 0
 	if p.room.Acquire(ctx, int64(n)) == nil {
@@ -57,7 +57,9 @@ func (p *Pull) putBuffer(b *buffer) {
 
 // worker decodes frames and writes their segments.
 func (p *Pull) worker() {
-	var raw []byte
+	// One that grows with the frames would be memory that nothing has touched yet again and again, and
+	// each page of it a page fault. Of this one no more is touched than the largest frame has.
+	raw := make([]byte, 0, segment.DecodeCap)
 	for j := range p.jobs {
 		switch {
 		case p.ctx.Err() != nil:
