@@ -44,7 +44,7 @@
 // page boundaries. So whatever comes second is compared with what is here,
 // byte for byte, before anything of it is written (ErrContradiction), and a
 // segment whose last block is written by a page run is read, compared with its
-// ID and marked.
+// ID and marked, by Settle or the next Open if not at once.
 //
 // durable is what of it survives a power cut: the segments and runs whose bits were set
 // before the last fdatasync of the arena began. It is replaced by rename. Integers, and the words of
