@@ -6,6 +6,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"hydrofoil.dev/foil/bench/site"
 )
 
 // What is measured shares the processors with the benchmark, which carries the link and
@@ -14,13 +16,15 @@ import (
 // heapMost is how much memory the benchmark may take before it collects garbage during a run after all.
 const heapMost = 512 << 20
 
-// quiet collects the garbage now, and none until the end of what is measured is told.
+// quiet collects the garbage now, and none until end is called.
 func quiet() (end func()) {
 	runtime.GC()
+	less := site.Room()
 	percent, most := debug.SetGCPercent(-1), debug.SetMemoryLimit(heapMost)
 	return func() {
 		debug.SetGCPercent(percent)
 		debug.SetMemoryLimit(most)
+		less()
 	}
 }
 

@@ -1,11 +1,14 @@
 package site
 
 import (
+	"context"
 	"errors"
 	"net"
 	"os"
 	"path/filepath"
 	"strconv"
+	"strings"
+	"sync/atomic"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -87,15 +90,24 @@ func TestKnock(t *testing.T) {
 	if entered != 1 {
 		t.Errorf("the namespace was entered %d times", entered)
 	}
+	var stop atomic.Bool
+	gone := make(chan net.Conn)
+	go func() {
+		conn, _ := k.knocking(&stop)
+		gone <- conn
+	}()
+	stop.Store(true)
+	if conn := <-gone; conn != nil {
+		t.Error("nobody listens, and there is a connection")
+	}
 	if err := unix.Listen(fd, 8); err != nil {
 		t.Fatal(err)
 	}
+	stop.Store(false)
 	for range 2 {
-		var conn net.Conn
-		for conn == nil {
-			if conn, err = k.knock(); err != nil {
-				t.Fatal(err)
-			}
+		conn, err := k.knocking(&stop)
+		if err != nil {
+			t.Fatal(err)
 		}
 		accepted, _, err := unix.Accept(fd)
 		if err != nil {
@@ -117,5 +129,56 @@ func TestKnock(t *testing.T) {
 		if _, err := newKnocker(nil, port); err == nil {
 			t.Errorf("port %q was taken", port)
 		}
+	}
+}
+
+// A service is ready when it answers as a ready one does, not when it only accepts; and who waits for it is told
+// when it ends.
+func TestWaitNetwork(t *testing.T) {
+	r, err := ParseReadiness("tcp:1", true)
+	if err != nil {
+		t.Fatal(err)
+	}
+	listener, err := net.Listen("tcp4", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer listener.Close()
+	_, port, err := net.SplitHostPort(listener.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	knock := func() *knocker {
+		k, err := newKnocker(nil, port)
+		if err != nil {
+			t.Fatal(err)
+		}
+		k.in = func(fn func() error) error { return fn() }
+		return k
+	}
+	go func() {
+		for _, answer := range []string{"", "-LOADING\r\n", "+PONG\r\n"} {
+			conn, err := listener.Accept()
+			if err != nil {
+				return
+			}
+			conn.Read(make([]byte, 64))
+			conn.Write([]byte(answer))
+			conn.Close()
+		}
+		listener.Close()
+	}()
+	p := &Process{name: "test", Done: make(chan struct{}), Err: errors.New("gone")}
+	if err := r.waitNetwork(t.Context(), knock(), p); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if err := r.waitNetwork(ctx, knock(), p); !errors.Is(err, context.Canceled) {
+		t.Errorf("when nobody waits any more: %v", err)
+	}
+	close(p.Done)
+	if err := r.waitNetwork(t.Context(), knock(), p); err == nil || !strings.Contains(err.Error(), "ended too early") {
+		t.Errorf("of a process that has ended: %v", err)
 	}
 }

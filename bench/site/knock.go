@@ -1,13 +1,17 @@
 package site
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"net"
 	"os"
+	"runtime"
 	"strconv"
+	"sync/atomic"
 	"time"
+	"unsafe"
 
 	"golang.org/x/sys/unix"
 
@@ -71,20 +75,74 @@ func (k *knocker) close() {
 	}
 }
 
+// tick is how often somebody asks whether something has come to be.
+const tick = 2 * time.Millisecond
+
+// knocking knocks at each tick until somebody answers or stop is set. It sleeps in the kernel, on a thread of
+// its own and without telling the runtime, which would look for other work for the processor at
+// each tick and be in the container's way for longer than the try itself takes: 20 instead of 75 µs of
+// processor time a try. For the runtime a processor is busy meanwhile; see Room.
+func (k *knocker) knocking(stop *atomic.Bool) (net.Conn, error) {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	var next unix.Timespec
+	if err := unix.ClockGettime(unix.CLOCK_MONOTONIC, &next); err != nil {
+		return nil, fmt.Errorf("bench: clock: %w", err)
+	}
+	for !stop.Load() {
+		if conn, err := k.knock(); conn != nil || err != nil {
+			return conn, err
+		}
+		next = unix.NsecToTimespec(next.Nano() + int64(tick))
+		// When it was interrupted, or the tick has passed already, the next try comes early.
+		unix.RawSyscall6(unix.SYS_CLOCK_NANOSLEEP, unix.CLOCK_MONOTONIC, unix.TIMER_ABSTIME, uintptr(unsafe.Pointer(&next)), 0, 0, 0)
+	}
+	return nil, nil
+}
+
+// Room has the runtime use one processor more than there are, for who knocks, until end is called.
+func Room() (end func()) {
+	before := runtime.GOMAXPROCS(runtime.NumCPU() + 1)
+	return func() { runtime.GOMAXPROCS(before) }
+}
+
 // waitNetwork connects until whoever answers does so as the service does when it is ready.
 func (r Readiness) waitNetwork(ctx context.Context, k *knocker, p *Process) error {
 	defer k.close()
-	var failed error
-	err := p.Until(ctx, "wait for "+r.Probe, func() bool {
-		conn, err := k.knock()
-		if conn == nil {
-			failed = err
-			return err != nil
+	what := "wait for " + r.Probe
+	for {
+		var stop atomic.Bool
+		var conn net.Conn
+		var failed error
+		answered := make(chan struct{})
+		go func() {
+			defer close(answered)
+			conn, failed = k.knocking(&stop)
+		}()
+		var over error
+		select {
+		case <-answered:
+		case <-p.Done:
+			over = p.endedEarly(what)
+		case <-ctx.Done():
+			over = p.gaveUp(ctx, what)
 		}
-		defer conn.Close()
+		stop.Store(true)
+		<-answered
+		if conn == nil {
+			return cmp.Or(over, failed)
+		}
 		// One that accepts and does not answer yet has until the next try.
 		conn.SetDeadline(time.Now().Add(5 * time.Second))
-		return r.try(ctx, conn)
-	})
-	return errors.Join(err, failed)
+		ready := over == nil && r.try(ctx, conn)
+		conn.Close()
+		if ready || over != nil {
+			return over
+		}
+		select {
+		case <-time.After(tick):
+		case <-ctx.Done():
+			return p.gaveUp(ctx, what)
+		}
+	}
 }

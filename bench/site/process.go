@@ -125,7 +125,7 @@ func lastLines(text string) string {
 
 // Until polls test until it is true, ctx ends, or p does (p may be nil).
 func (p *Process) Until(ctx context.Context, what string, test func() bool) error {
-	ticker := time.NewTicker(2 * time.Millisecond)
+	ticker := time.NewTicker(tick)
 	defer ticker.Stop()
 	var done chan struct{}
 	if p != nil {
