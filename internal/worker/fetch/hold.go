@@ -41,6 +41,24 @@ func (p *Pull) Release() {
 	p.release()
 }
 
+// ReleaseAfter has the hold end after a while at the latest: a service that is ready has its first
+// users, for whom it works as it did for its start.
+func (p *Pull) ReleaseAfter(d time.Duration) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	h := &p.hold
+	switch ends := time.Now().Add(d); {
+	case p.opts.Hold == 0:
+		p.release()
+	case h.released, !h.ends.IsZero() && h.ends.Before(ends):
+	default:
+		if h.timer != nil {
+			h.timer.Stop()
+		}
+		h.ends, h.timer = ends, time.AfterFunc(d, p.Release)
+	}
+}
+
 // release is Release with p.mu held.
 func (p *Pull) release() {
 	h := &p.hold

@@ -113,6 +113,12 @@ func TestHold(t *testing.T) {
 		h.Release()
 	})
 	run("for some time", func(o *Options) { o.Hold = 10 * time.Millisecond }, func(*testing.T, *server, *worker, *held) {})
+	run("after a while", nil, func(t *testing.T, s *server, w *worker, h *held) {
+		h.ReleaseAfter(time.Hour)
+		h.ReleaseAfter(10 * time.Millisecond)
+		h.ReleaseAfter(time.Hour) // changes nothing
+	})
+	run("never, after a while", func(o *Options) { o.Hold = 0 }, func(t *testing.T, s *server, w *worker, h *held) { h.ReleaseAfter(time.Hour) })
 	run("never", func(o *Options) { o.Hold = 0 }, func(t *testing.T, s *server, w *worker, h *held) {})
 	run("released again", nil, func(t *testing.T, s *server, w *worker, h *held) { h.Release(); h.Release() })
 }
