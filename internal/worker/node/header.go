@@ -168,7 +168,7 @@ func (p *pull) layOut(img *bundle.Image, t *toc.TOC) (*rootfs, chan<- bool) {
 	p.note(img)
 	p.laid(r, t, made)
 	claimed := make(chan bool, 1)
-	p.work.Go(func() { p.mount(r, t, made, claimed) })
+	p.work.Go(func() { p.mount(r, claimed) })
 	return r, claimed
 }
 

@@ -448,7 +448,7 @@ func (p *pull) open(ctx context.Context, img *bundle.Image, t *toc.TOC) (*arena.
 	}
 	if made != nil {
 		p.laid(r, t, made)
-		p.work.Go(func() { p.mount(r, t, made, nil) })
+		p.work.Go(func() { p.mount(r, nil) })
 		return r.arena, nil
 	}
 	select {
@@ -690,9 +690,9 @@ func (n *Node) clearBroken(chain digest.Digest) error {
 // mount makes the mount of a rootfs that this pull laid out, and then brings
 // over what other arenas hold of it. Of a pull that nobody has claimed yet,
 // claimed says whether somebody does; else it is nil.
-func (p *pull) mount(r *rootfs, t *toc.TOC, place placement, claimed <-chan bool) {
+func (p *pull) mount(r *rootfs, claimed <-chan bool) {
 	n := p.n
-	err := n.mountRootfs(r, t, place)
+	err := n.mountRootfs(r)
 	n.at("mounted")
 	if err == nil && claimed != nil && !<-claimed {
 		close(r.ready)

@@ -393,7 +393,7 @@ func (n *Node) mountAgain(r *rootfs, have *restored) error {
 				return err
 			}
 		}
-		if got, err = n.writeMeta(r, have.toc, have.place); err != nil {
+		if got, err = n.writeMeta(r, have.toc, have.place, nil); err != nil {
 			return err
 		}
 		if got != r.rec.Meta {

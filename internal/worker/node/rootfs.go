@@ -59,6 +59,9 @@ type rootfs struct {
 	kept *os.File
 	// ready is closed when the mount that made it has ended, well or not.
 	ready chan struct{}
+	// meta waits until the metadata image has been written that createRootfs began, and
+	// returns its SHA-256; nil for a rootfs that was found on the disk.
+	meta func() (string, error)
 
 	// The rest, and rec.Complete, is guarded by Node.mu.
 	arena     *arena.Arena  // its own, open while it is incomplete
@@ -317,6 +320,7 @@ func (n *Node) createRootfs(chain digest.Digest, encoded []byte, t *toc.TOC, p *
 	if err != nil {
 		return nil, nil, err
 	}
+	r.meta = begin(func() (string, error) { return n.writeMeta(r, t, place, layout) })
 	enc := place.encode()
 	r.rec.Placement = sum(enc)
 	if err := os.WriteFile(r.path("placement"), enc, 0o600); err != nil {
@@ -342,6 +346,21 @@ func (n *Node) createRootfs(chain digest.Digest, encoded []byte, t *toc.TOC, p *
 	}
 	n.at("guarded")
 	return r, place, nil
+}
+
+// begin runs fn in the background; what it returns waits for its results.
+func begin[T any](fn func() (T, error)) (wait func() (T, error)) {
+	var v T
+	var err error
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		v, err = fn()
+	}()
+	return func() (T, error) {
+		<-done
+		return v, err
+	}
 }
 
 // place decides where each content lies: in the first arena that holds it
@@ -430,10 +449,10 @@ const maxArenas = 1000
 // name is what gate and keeper know the arena by.
 func (r *rootfs) name() string { return r.id().Encoded() }
 
-// mountRootfs writes the metadata image of a rootfs and mounts it. After it the
-// rootfs is committed: a new daemon goes on with it.
-func (n *Node) mountRootfs(r *rootfs, t *toc.TOC, place placement) error {
-	meta, err := n.writeMeta(r, t, place)
+// mountRootfs mounts a rootfs that createRootfs made. After it the rootfs is committed: a
+// new daemon goes on with it.
+func (n *Node) mountRootfs(r *rootfs) error {
+	meta, err := r.meta()
 	if err != nil {
 		return fmt.Errorf("metadata image of rootfs %s: %w", r.rec.ChainID, err)
 	}
@@ -480,10 +499,15 @@ func (n *Node) mount(r *rootfs) error {
 
 // writeMeta writes meta.erofs and returns its SHA-256. The file is derived: it
 // need not be durable, its digest is compared before it is believed. It replaces
-// what is there, which an old mount may go on using.
-func (n *Node) writeMeta(r *rootfs, t *toc.TOC, place placement) (string, error) {
+// what is there, which an old mount may go on using. layout is that of the rootfs's own
+// arena while that is made; nil: it is there.
+func (n *Node) writeMeta(r *rootfs, t *toc.TOC, place placement, layout *arena.Layout) (string, error) {
 	opts := erofs.Options{}
-	offsets, err := n.offsets(r, t, place, func(_ int, other *rootfs) error {
+	offsets, err := n.offsets(r, t, place, layout, func(_ int, other *rootfs) error {
+		if other == r && layout != nil {
+			opts.Devices = append(opts.Devices, erofs.Device{Blocks: uint32(layout.Blocks())})
+			return nil
+		}
 		fi, err := os.Stat(other.path("arena"))
 		if err != nil {
 			return err
@@ -519,28 +543,34 @@ func (n *Node) writeMeta(r *rootfs, t *toc.TOC, place placement) (string, error)
 }
 
 // offsets returns where each content of a rootfs lies in the arena in which it
-// is placed. visit is called for each arena, in their order, with whose it is.
-func (n *Node) offsets(r *rootfs, t *toc.TOC, place placement, visit func(i int, other *rootfs) error) ([]int64, error) {
+// is placed. visit is called for each arena, in their order, with whose it is. layout is
+// as for writeMeta.
+func (n *Node) offsets(r *rootfs, t *toc.TOC, place placement, layout *arena.Layout, visit func(i int, other *rootfs) error) ([]int64, error) {
 	offsets := make([]int64, len(t.Contents))
 	for i, c := range r.rec.Arenas {
 		other := r
 		if c != r.id() {
 			other = n.arenaOf(c)
 		}
-		if other == nil || other.contents == nil {
+		made := other == r && layout != nil
+		if other == nil || !made && other.contents == nil {
 			return nil, fmt.Errorf("the arena of rootfs %s, which holds some of its contents, is gone: pull the image again", c)
 		}
 		if err := visit(i, other); err != nil {
 			return nil, err
 		}
 		here := place.in(i)
-		n.mu.Lock()
-		a := other.arena
-		n.mu.Unlock()
-		if other == r && a != nil {
-			// It was laid out by this TOC just now.
+		own := layout
+		if other == r && own == nil {
+			n.mu.Lock()
+			if r.arena != nil {
+				own = r.arena.Layout()
+			}
+			n.mu.Unlock()
+		}
+		if other == r && own != nil {
 			for _, c := range here {
-				off, ok := a.Layout().Offset(int(c))
+				off, ok := own.Offset(int(c))
 				if !ok {
 					return nil, fmt.Errorf("the arena of rootfs %s has no place for content %d", r.rec.ChainID, c)
 				}
@@ -574,6 +604,9 @@ func (n *Node) discard(r *rootfs) {
 		}
 	}
 	n.at("discarding")
+	if r.meta != nil {
+		_, _ = r.meta() // it writes into the directory
+	}
 	r.learning.stop()
 	if r.arena != nil {
 		if err := n.gate.Release(r.name()); err != nil {

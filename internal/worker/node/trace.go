@@ -68,7 +68,7 @@ func (n *Node) startTracing(ctx context.Context, c *container, r *rootfs, encode
 		}
 	}
 	var arenas []string
-	offsets, err := n.offsets(r, have.toc, have.place, func(_ int, other *rootfs) error {
+	offsets, err := n.offsets(r, have.toc, have.place, nil, func(_ int, other *rootfs) error {
 		arenas = append(arenas, other.path("arena"))
 		return nil
 	})
