@@ -129,18 +129,26 @@ func (l *Layout) add(index uint32, c *toc.Content, segments []toc.Segment) error
 // sum digests everything that decides what a bit of the maps means.
 func (l *Layout) sum() (d [sha256.Size]byte) {
 	h := sha256.New()
-	var b [8 + sha256.Size + 12]byte
+	// Many small pieces at a time.
+	b := make([]byte, 0, 16<<10)
+	room := func(n int) {
+		if len(b)+n > cap(b) {
+			h.Write(b)
+			b = b[:0]
+		}
+	}
 	for i := range l.ids {
-		copy(b[:], l.ids[i][:])
-		binary.LittleEndian.PutUint64(b[sha256.Size:], uint64(l.offsets[i]))
-		binary.LittleEndian.PutUint32(b[sha256.Size+8:], l.lengths[i])
-		h.Write(b[:sha256.Size+12])
+		room(sha256.Size + 12)
+		b = append(b, l.ids[i][:]...)
+		b = binary.LittleEndian.AppendUint64(b, uint64(l.offsets[i]))
+		b = binary.LittleEndian.AppendUint32(b, l.lengths[i])
 	}
 	for _, c := range l.contents {
-		binary.LittleEndian.PutUint32(b[:], c.content)
-		binary.LittleEndian.PutUint32(b[4:], c.tocFirst)
-		h.Write(b[:8])
+		room(8)
+		b = binary.LittleEndian.AppendUint32(b, c.content)
+		b = binary.LittleEndian.AppendUint32(b, c.tocFirst)
 	}
+	h.Write(b)
 	h.Sum(d[:0])
 	return d
 }

@@ -1,6 +1,7 @@
 package erofs
 
 import (
+	"encoding/binary"
 	"errors"
 	"fmt"
 
@@ -137,11 +138,10 @@ func (img *image) emitDir(out *writer, d *dir, want func(block int64) bool) {
 			case which == -2:
 				inode = d.parent
 			}
-			out.u32(img.nids[inode])
-			out.u32(0)
-			out.u16(uint16(nameAt))
-			out.u8(fileType(img.t.Inodes[inode].Mode))
-			out.u8(0)
+			e := (*[direntSize]byte)(out.next(direntSize))
+			binary.LittleEndian.PutUint32(e[0:], img.nids[inode])
+			binary.LittleEndian.PutUint16(e[8:], uint16(nameAt))
+			e[10] = fileType(img.t.Inodes[inode].Mode)
 			nameAt += len(name)
 		}
 		for p := b.first; p != b.end; {

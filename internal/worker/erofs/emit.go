@@ -35,6 +35,17 @@ func (w *writer) room(n int) {
 	w.pos += int64(n)
 }
 
+// next appends n <= bufferSize zeros and returns them, to be written to before anything else
+// is appended.
+func (w *writer) next(n int) []byte {
+	w.room(n)
+	at := len(w.buf)
+	w.buf = w.buf[:at+n]
+	b := w.buf[at:]
+	clear(b)
+	return b
+}
+
 func (w *writer) u8(v byte) {
 	w.room(1)
 	w.buf = append(w.buf, v)
@@ -48,11 +59,6 @@ func (w *writer) u16(v uint16) {
 func (w *writer) u32(v uint32) {
 	w.room(4)
 	w.buf = binary.LittleEndian.AppendUint32(w.buf, v)
-}
-
-func (w *writer) u64(v uint64) {
-	w.room(8)
-	w.buf = binary.LittleEndian.AppendUint64(w.buf, v)
 }
 
 func (w *writer) str(s string) {
@@ -180,19 +186,19 @@ func (img *image) emitInodes(out *writer) {
 		if x := img.xattrs.sizes[n.Xattrs]; x > 0 {
 			units = uint16((x-xattrHeader)/4 + 1)
 		}
-		out.u16(uint16(extended | s.layout<<1))
-		out.u16(units)
-		out.u16(uint16(n.Mode))
-		out.u16(0)
-		out.u64(uint64(size))
-		out.u32(field)
-		out.u32(uint32(i) + 1)
-		out.u32(n.UID)
-		out.u32(n.GID)
-		out.u64(uint64(n.Mtime))
-		out.u32(n.MtimeNsec)
-		out.u32(n.Nlink)
-		out.zero(16)
+		b := (*[inodeSize]byte)(out.next(inodeSize))
+		le := binary.LittleEndian
+		le.PutUint16(b[0:], uint16(extended|s.layout<<1))
+		le.PutUint16(b[2:], units)
+		le.PutUint16(b[4:], uint16(n.Mode))
+		le.PutUint64(b[8:], uint64(size))
+		le.PutUint32(b[16:], field)
+		le.PutUint32(b[20:], uint32(i)+1)
+		le.PutUint32(b[24:], n.UID)
+		le.PutUint32(b[28:], n.GID)
+		le.PutUint64(b[32:], uint64(n.Mtime))
+		le.PutUint32(b[40:], n.MtimeNsec)
+		le.PutUint32(b[44:], n.Nlink)
 		img.emitXattrs(out, n.Xattrs)
 
 		switch {
