@@ -226,15 +226,13 @@ func (w *download) offset() int64 {
 // restart forgets what has come. Readers that got some of it fail.
 func (w *download) restart(h hash.Hash) error {
 	h.Reset()
-	if err := w.file.Truncate(0); err != nil {
-		return err
-	}
+	// Before the bytes go: who finds none where some were told of sees why.
 	w.mu.Lock()
-	defer w.mu.Unlock()
 	w.here = 0
 	w.begun++
 	w.moved.Broadcast()
-	return nil
+	w.mu.Unlock()
+	return w.file.Truncate(0)
 }
 
 // resume hashes what an earlier download left, and reports whether there was

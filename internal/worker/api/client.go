@@ -297,6 +297,9 @@ func (c *Client) do(ctx context.Context, method, path string, in any) (io.ReadCl
 			method, path, c.socket, resp.Status, bytes.TrimSpace(b))}
 	}
 	e.Code = codeOr(e.Code)
+	if e.Code == CodeInvalid && strings.Contains(e.Message, "unknown field") {
+		e.Message += ": the daemon is of an older version than this command: restart it with this one"
+	}
 	return nil, e
 }
 

@@ -86,6 +86,17 @@ func TestErrorKeepsItsCode(t *testing.T) {
 	}
 }
 
+// A daemon that an upgrade has left running does not know what a newer command asks.
+func TestOlderDaemon(t *testing.T) {
+	c := dial(t, apitest.Funcs{RemoveImage_: func(context.Context, string) error {
+		return &api.Error{Code: api.CodeInvalid, Message: `request body: json: unknown field "container"`}
+	}})
+	err := c.RemoveImage(t.Context(), "r.example/a")
+	if e, ok := errors.AsType[*api.Error](err); !ok || e.Code != api.CodeInvalid || !strings.Contains(e.Message, "restart it") {
+		t.Errorf("got %#v", err)
+	}
+}
+
 func TestPull(t *testing.T) {
 	resolved := api.Event{Event: api.Resolved, Digest: "sha256:1"}
 	mounted := api.Event{Event: api.Mounted, BytesMoved: 10}

@@ -47,7 +47,7 @@ type tracing struct {
 //
 // With a cold page cache a start takes several times as long as one whose pages are all there, as they
 // are where a startup set has arrived: what its threads come to do depends on that.
-// node's garbage collector ran in three cold starts of eight, and in every warm one. With
+// node read one page of its program in three cold starts of eight, and in every warm one. With
 // the FUSE gate no start has its pages there, and the daemon must not read by way of itself: there
 // the trace is that of two cold starts.
 func (n *Node) startTracing(ctx context.Context, c *container, r *rootfs, encoded []byte) (mnt string, err error) {
