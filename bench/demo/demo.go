@@ -209,7 +209,7 @@ func (d *demo) compare(ctx context.Context, versions []version) (err error) {
 			d.log("%s, %s: ready after %.2f s, %.1f MB moved, %.1f MB in all", c.name, row.name, r.time.Seconds(), mb(r.atReady), mb(r.moved))
 			row.results = append(row.results, r)
 		}
-		row.floor, err = engines.MeasureFloor(ctx, d.site, workers[0].(engines.Mounter), v, have)
+		row.floor, err = engines.MeasureFloor(ctx, d.site, workers[0].(engines.Mounter), v, have, filepath.Join(d.site.Dir, "floor.erofs"))
 		if err != nil {
 			return err
 		}

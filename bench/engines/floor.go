@@ -52,25 +52,14 @@ type Mounter interface {
 // readahead off, until it is ready, and asks the kernel which pages of its files
 // are in the page cache then (mincore): those and no others were touched. Then
 // it runs it thrice more, everything being in the page cache, for the fastest
-// time. The tree is an EROFS image on a loop device, whose readahead is its own.
+// time. The tree is an EROFS image on a loop device, whose readahead is its own;
+// it stays in the file keep, for WarmStart.
 //
 // Pages of files whose contents an earlier version has, if there is one, are not
 // counted as compressed: a worker that is updated has them.
-func MeasureFloor(ctx context.Context, s *site.Site, from Mounter, im Image, earlier *Floor) (f Floor, err error) {
-	dir, err := os.MkdirTemp(s.Dir, "floor-")
-	if err != nil {
-		return f, fmt.Errorf("bench: %w", err)
-	}
-	defer func() { err = errors.Join(err, site.RemoveTree(dir)) }()
-	if err := os.Chmod(dir, 0o711); err != nil {
-		return f, fmt.Errorf("bench: %w", err)
-	}
-	image, lower := filepath.Join(dir, "tree.erofs"), filepath.Join(dir, "lower")
-	if err := os.Mkdir(lower, 0o755); err != nil {
-		return f, fmt.Errorf("bench: %w", err)
-	}
+func MeasureFloor(ctx context.Context, s *site.Site, from Mounter, im Image, earlier *Floor, keep string) (f Floor, err error) {
 	err = from.Mounted(ctx, im.Ref, func(tree string) error {
-		_, err := s.Run(ctx, link.Edge, "mkfs.erofs", image, tree)
+		_, err := s.Run(ctx, link.Edge, "mkfs.erofs", keep, tree)
 		return err
 	})
 	if err != nil {
@@ -79,34 +68,72 @@ func MeasureFloor(ctx context.Context, s *site.Site, from Mounter, im Image, ear
 	if err := site.DropCaches(); err != nil {
 		return f, err
 	}
-	if _, err := s.Run(ctx, link.Edge, "mount", "-t", "erofs", "-o", "ro,loop", image, lower); err != nil {
-		return f, err
-	}
-	defer func() { err = errors.Join(err, unix.Unmount(lower, unix.MNT_DETACH)) }()
-	if err := noReadahead(lower); err != nil {
-		return f, err
-	}
 	var have map[[sha256.Size]byte]bool
 	if earlier != nil {
 		have = earlier.contents
 	}
-	_, err = startAlone(ctx, s, im, lower, dir, "touch", func() error {
-		f, err = collectTouched(lower, have)
+	err = mountTree(ctx, s, keep, func(dir, lower string) error {
+		if err := noReadahead(lower); err != nil {
+			return err
+		}
+		_, err := startAlone(ctx, s, im, lower, dir, "touch", func() error {
+			f, err = collectTouched(lower, have)
+			return err
+		})
+		if err != nil {
+			return fmt.Errorf("bench: measure what %s touches before %s: %w", im.Name, im.Ready.Probe, err)
+		}
+		f.Warm, err = fastestWarm(ctx, s, im, lower, dir)
 		return err
 	})
+	return f, err
+}
+
+// WarmStart is Floor.Warm of an image, measured anew: machines become slower and
+// faster from one hour to the next. The file tree holds the image's files, as
+// MeasureFloor left it.
+func WarmStart(ctx context.Context, s *site.Site, im Image, tree string) (took time.Duration, err error) {
+	err = mountTree(ctx, s, tree, func(dir, lower string) error {
+		if _, err := startAlone(ctx, s, im, lower, dir, "touch", nil); err != nil {
+			return fmt.Errorf("bench: start %s for the first time: %w", im.Name, err)
+		}
+		took, err = fastestWarm(ctx, s, im, lower, dir)
+		return err
+	})
+	return took, err
+}
+
+// mountTree mounts an EROFS image at lower while fn runs, which has a directory of
+// its own besides.
+func mountTree(ctx context.Context, s *site.Site, tree string, fn func(dir, lower string) error) (err error) {
+	dir, err := os.MkdirTemp(s.Dir, "floor-")
 	if err != nil {
-		return f, fmt.Errorf("bench: measure what %s touches before %s: %w", im.Name, im.Ready.Probe, err)
+		return fmt.Errorf("bench: %w", err)
 	}
+	defer func() { err = errors.Join(err, site.RemoveTree(dir)) }()
+	lower := filepath.Join(dir, "lower")
+	if err := errors.Join(os.Chmod(dir, 0o711), os.Mkdir(lower, 0o755)); err != nil {
+		return fmt.Errorf("bench: %w", err)
+	}
+	if _, err := s.Run(ctx, link.Edge, "mount", "-t", "erofs", "-o", "ro,loop", tree, lower); err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, unix.Unmount(lower, unix.MNT_DETACH)) }()
+	return fn(dir, lower)
+}
+
+// fastestWarm is the fastest of three starts of which everything is in the page cache.
+func fastestWarm(ctx context.Context, s *site.Site, im Image, lower, dir string) (fastest time.Duration, err error) {
 	for i := range 3 {
 		took, err := startAlone(ctx, s, im, lower, dir, fmt.Sprintf("warm-%d", i), nil)
 		if err != nil {
-			return f, fmt.Errorf("bench: measure a warm start of %s: %w", im.Name, err)
+			return 0, fmt.Errorf("bench: measure a warm start of %s: %w", im.Name, err)
 		}
-		if f.Warm == 0 || took < f.Warm {
-			f.Warm = took
+		if fastest == 0 || took < fastest {
+			fastest = took
 		}
 	}
-	return f, nil
+	return fastest, nil
 }
 
 // startAlone runs a container by runc, on an overlay over lower, until it is

@@ -49,6 +49,7 @@ type cell struct {
 type model struct {
 	results.Everything
 	runs   map[cell][]results.Run // that did not fail
+	warm   map[cell][]float64     // warm starts in the rounds of a setting, in seconds
 	failed []results.Run
 	images map[string][]results.Image // by name without tag, its versions
 	// engines that have runs, in the order of the matrix.
@@ -57,7 +58,7 @@ type model struct {
 }
 
 func newModel(all results.Everything) *model {
-	m := &model{Everything: all, runs: map[cell][]results.Run{}, images: map[string][]results.Image{}}
+	m := &model{Everything: all, runs: map[cell][]results.Run{}, warm: map[cell][]float64{}, images: map[string][]results.Image{}}
 	seen := map[string]bool{}
 	for _, r := range all.Runs {
 		if r.Err != "" {
@@ -67,6 +68,10 @@ func newModel(all results.Everything) *model {
 		c := cell{r.Engine, r.Image, r.Kind, r.RTT, r.Rate}
 		m.runs[c] = append(m.runs[c], r)
 		seen[r.Engine] = true
+	}
+	for _, w := range all.Warm {
+		c := cell{"floor", w.Image, w.Kind, w.RTT, w.Rate}
+		m.warm[c] = append(m.warm[c], w.Time.Seconds())
 	}
 	for _, e := range all.Matrix.Engines {
 		if seen[e.Name] {
@@ -124,13 +129,18 @@ func (m *model) version(image string, kind results.Kind) (results.Image, bool) {
 	return m.images[image][i], true
 }
 
-// floor is T* of an image over a link, in seconds; NaN if it was not measured.
+// floor is T* of an image over a link, in seconds, with the median of the warm starts of
+// that setting's rounds; NaN if it was not measured.
 func (m *model) floor(image string, kind results.Kind, rtt time.Duration, rate int64) float64 {
 	im, ok := m.version(image, kind)
 	if !ok || im.Floor.Warm == 0 {
 		return math.NaN()
 	}
-	return im.Floor.At(rtt, rate).Seconds()
+	f := im.Floor
+	if warm := m.warm[cell{"floor", image, kind, rtt, rate}]; len(warm) > 0 {
+		f.Warm = time.Duration(stats.Median(warm) * float64(time.Second))
+	}
+	return f.At(rtt, rate).Seconds()
 }
 
 // point is a median with an interval.

@@ -4,7 +4,8 @@
 //
 //	matrix.json           Matrix: what was asked for, and on which machine
 //	images/IMAGE.json     Image: what was pushed, prepared, and the floor T*
-//	checks/SETTING.REP.json  Check: what the link did before that round
+//	checks/SETTING,REP.json  Check: what the link did before that round
+//	warm/SETTING,REP.json  Warm: the warm start of an image in that round
 //	runs/KEY.json         Run: one measured provisioning
 //	logs/KEY/             what the processes of a failed run said
 //
@@ -95,6 +96,18 @@ type Check struct {
 	Err      string        `json:"error,omitempty"`
 }
 
+// Warm is the warm start of an image, as engines.WarmStart has it, among the runs of a
+// round: times of a round are compared with T* of that round.
+type Warm struct {
+	Image string        `json:"image"`
+	Kind  Kind          `json:"kind"`
+	RTT   time.Duration `json:"rtt_ns"` // of the round, as Rate and Rep; it is no part of Time
+	Rate  int64         `json:"rate"`
+	Rep   int           `json:"rep"`
+	Began time.Time     `json:"began"`
+	Time  time.Duration `json:"warm_ns"`
+}
+
 // Kind is what a worker had before a run.
 type Kind string
 
@@ -168,6 +181,20 @@ func (d Dir) PutCheck(c Check) error {
 	return put(d.path("checks", fmt.Sprintf("rtt%d,rate%d,%d", c.RTT.Milliseconds(), c.Rate, c.Rep)), c)
 }
 
+// warmPath is the file of an image's warm start in the round of a run of it.
+func (d Dir) warmPath(image string, kind Kind, rtt time.Duration, rate int64, rep int) string {
+	return d.path("warm", fmt.Sprintf("%s,%s,rtt%d,rate%d,%d", image, kind, rtt.Milliseconds(), rate, rep))
+}
+
+// PutWarm writes a warm start.
+func (d Dir) PutWarm(w Warm) error { return put(d.warmPath(w.Image, w.Kind, w.RTT, w.Rate, w.Rep), w) }
+
+// Warm reads the warm start of a run's round; fs.ErrNotExist if there is none.
+func (d Dir) Warm(k Key) (w Warm, err error) {
+	err = get(d.warmPath(k.Image, k.Kind, k.RTT, k.Rate, k.Rep), &w)
+	return w, err
+}
+
 // PutRun writes a run.
 func (d Dir) PutRun(r Run) error { return put(d.path("runs", r.Key.String()), r) }
 
@@ -200,6 +227,7 @@ type Everything struct {
 	Matrix Matrix  `json:"matrix"`
 	Images []Image `json:"images"`
 	Checks []Check `json:"checks"`
+	Warm   []Warm  `json:"warm,omitempty"` // none in results of before 2026-11-23
 	Runs   []Run   `json:"runs"`
 }
 
@@ -212,6 +240,9 @@ func (d Dir) Load() (all Everything, err error) {
 		return all, err
 	}
 	if all.Checks, err = list[Check](d, "checks"); err != nil {
+		return all, err
+	}
+	if all.Warm, err = list[Warm](d, "warm"); err != nil {
 		return all, err
 	}
 	all.Runs, err = list[Run](d, "runs")

@@ -21,6 +21,7 @@ func TestDir(t *testing.T) {
 		Matrix: Matrix{Format: Format, Commit: "abc", Images: []string{"redis"}, RTTs: []time.Duration{time.Millisecond}},
 		Images: []Image{{Name: "redis:1", Layers: []int64{5, 7}}},
 		Checks: []Check{{RTT: time.Millisecond, Rep: 1, Measured: "as it should be"}},
+		Warm:   []Warm{{Image: "redis", Kind: Fresh, RTT: time.Millisecond, Rate: 1e8, Rep: 1, Time: time.Second}},
 		Runs: []Run{
 			{Key: Key{Engine: "curl", Image: "redis", Kind: Fresh, RTT: time.Millisecond, Rate: 1e8, Rep: 1}, Disk: 9},
 			{Key: Key{Engine: "curl", Image: "redis", Kind: Update, RTT: time.Millisecond, Rate: 1e8, Rep: 1}, Err: "no"},
@@ -35,6 +36,7 @@ func TestDir(t *testing.T) {
 	put(dir.PutMatrix(want.Matrix))
 	put(dir.PutImage(want.Images[0]))
 	put(dir.PutCheck(want.Checks[0]))
+	put(dir.PutWarm(want.Warm[0]))
 	for _, r := range want.Runs {
 		put(dir.PutRun(r))
 	}
@@ -49,6 +51,12 @@ func TestDir(t *testing.T) {
 	}
 	if r, err := dir.Run(want.Runs[0].Key); err != nil || r.Disk != 9 {
 		t.Errorf("%+v, %v", r, err)
+	}
+	if w, err := dir.Warm(want.Runs[0].Key); err != nil || w.Time != time.Second {
+		t.Errorf("%+v, %v", w, err)
+	}
+	if _, err := dir.Warm(want.Runs[1].Key); !Missing(err) {
+		t.Errorf("an update has the warm start of a fresh worker: %v", err)
 	}
 	later := want.Matrix
 	later.Format++

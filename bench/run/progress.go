@@ -38,6 +38,7 @@ func (p *progress) String() string {
 const (
 	aroundRun   = 4 * time.Second
 	aroundRound = 20 * time.Second // the link is made and tried
+	aroundWarm  = 2 * time.Second  // of an image in a round, whose warm start is measured
 	localRate   = 1e9              // bits a second, of a link without limits
 )
 
@@ -110,7 +111,10 @@ func (m *matrix) forecast(rounds []round, unpushed []engines.Image) string {
 	var took time.Duration
 	for _, r := range rounds {
 		took += aroundRound
-		for _, s := range r.sessions {
+		for i, s := range r.sessions {
+			if i == 0 || s.keys[0].Image != r.sessions[i-1].keys[0].Image {
+				took += aroundWarm
+			}
 			sessions++
 			runs += len(s.keys)
 			took += m.foresee(s)

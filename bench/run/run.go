@@ -5,7 +5,8 @@
 // engine prepares it, and its floor T* is measured. Then, for each repetition
 // and link, a new link is made and tried, and every image is provisioned by
 // every engine, in an order that is shuffled anew each time (by a seed), so that
-// no engine always follows the same other one.
+// no engine always follows the same other one. Before the first engine the warm start
+// of the image is measured again, so that T* is of the same minutes as the runs.
 //
 // A session is a worker of one engine that is given one image fresh, and then
 // its next version as an update. Between the two its daemons are stopped and
@@ -268,7 +269,11 @@ func (m *matrix) lacks(im engines.Image) bool {
 // lacksFloor reports whether the floor of an image has not been measured.
 func (m *matrix) lacksFloor(im engines.Image) bool {
 	f, ok := m.state.floor(im.Name, im.Built.Digest.String())
-	return !ok || f.Kernel != m.kernel || f.Way != floorWay || f.Floor.Warm == 0 && (f.Err == "" || m.RetryFailed)
+	if !ok || f.Kernel != m.kernel || f.Way != floorWay || f.Floor.Warm == 0 && (f.Err == "" || m.RetryFailed) {
+		return true
+	}
+	_, err := os.Stat(m.state.tree(im.Name))
+	return err != nil && f.Err == ""
 }
 
 // unpushed are the versions of images that lack a floor or are not on the server.
@@ -393,9 +398,12 @@ func (m *matrix) measureFloor(ctx context.Context, s *site.Site, full engines.Wo
 	f := floor{Digest: im.Built.Digest.String(), Kernel: m.kernel, Way: floorWay}
 	limited, cancel := context.WithTimeoutCause(ctx, m.Timeout, site.ErrTooLong)
 	defer cancel()
+	if err := os.MkdirAll(m.state.of(im.Name), 0o711); err != nil {
+		return f.Floor, fmt.Errorf("bench: %w", err)
+	}
 	err := pullForFloor(limited, full, im)
 	if err == nil {
-		f.Floor, err = engines.MeasureFloor(limited, s, full.(engines.Mounter), im, earlier)
+		f.Floor, err = engines.MeasureFloor(limited, s, full.(engines.Mounter), im, earlier, m.state.tree(im.Name))
 	}
 	if ctx.Err() != nil {
 		return f.Floor, context.Cause(ctx)
@@ -548,8 +556,13 @@ func (m *matrix) round(ctx context.Context, r round) error {
 				return err
 			}
 		}
-		for _, session := range r.sessions {
+		for i, session := range r.sessions {
 			began := time.Now()
+			if i == 0 || session.keys[0].Image != r.sessions[i-1].keys[0].Image {
+				if err := m.warm(ctx, s, session); err != nil {
+					return err
+				}
+			}
 			if err := m.run(ctx, s.Link, session); err != nil {
 				return err
 			}
@@ -557,6 +570,38 @@ func (m *matrix) round(ctx context.Context, r round) error {
 		}
 		return nil
 	})
+}
+
+// warm measures the warm starts of a session's images for its round, as far as that
+// has not been done. One that fails is told, and no error: the image's first floor
+// stands in for it.
+func (m *matrix) warm(ctx context.Context, s *site.Site, se session) error {
+	for i, im := range se.versions {
+		k := se.keys[i]
+		if _, err := m.out.Warm(k); err == nil {
+			continue
+		}
+		if f, ok := m.state.floor(im.Name, im.Built.Digest.String()); !ok || f.Floor.Warm == 0 {
+			continue
+		}
+		w := results.Warm{Image: k.Image, Kind: k.Kind, RTT: k.RTT, Rate: k.Rate, Rep: k.Rep, Began: time.Now().UTC()}
+		limited, cancel := context.WithTimeoutCause(ctx, m.Timeout, site.ErrTooLong)
+		var err error
+		w.Time, err = engines.WarmStart(limited, s, im, m.state.tree(im.Name))
+		cancel()
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		if err != nil {
+			m.log("no warm start of %s: %v", im.Name, err)
+			continue
+		}
+		if err := m.out.PutWarm(w); err != nil {
+			return err
+		}
+		m.log("%s, %s: warm start %.3f s", k.Image, k.Kind, w.Time.Seconds())
+	}
+	return nil
 }
 
 // check tries the link, twice if need be. A machine that does not hold it is

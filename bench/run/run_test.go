@@ -351,6 +351,9 @@ func TestEndToEnd(t *testing.T) {
 			t.Errorf("%s: marks %v", r.Key, r.Marks)
 		}
 	}
+	if len(all.Warm) != 2 || all.Warm[0].Time < 5*time.Millisecond || all.Warm[1].Kind != results.Update {
+		t.Errorf("warm starts in the round: %+v", all.Warm)
+	}
 	for _, im := range all.Images {
 		if im.FloorErr != "" || im.Floor.Touched < 100<<10 {
 			t.Errorf("%s: floor %+v %s", im.Name, im.Floor, im.FloorErr)

@@ -25,6 +25,7 @@ import (
 //	servers/PROGRAM/registry/             the root of foil serve
 //	servers/PROGRAM/images/NAME-TAG.json  results.Image: what was pushed, and who has prepared it
 //	made/images/NAME-TAG/floor.json       floor: what the image touches, and its T*
+//	made/images/NAME-TAG/tree.erofs       its files, for warm starts
 //	made/images/NAME-TAG/ENGINE.json      kept: that an engine has converted the image
 //	made/images/NAME-TAG/ENGINE/N/        the images that it has made of it, see engines.Save
 //	made/servers/ENGINE/                  what an engine's own server keeps
@@ -126,6 +127,9 @@ func (s state) put(im results.Image) error {
 	im.PrepareErr, im.Floor, im.FloorErr = nil, engines.Floor{}, ""
 	return write(s.path(im.Name), im)
 }
+
+// tree is where the files of an image are kept, for warm starts.
+func (s state) tree(name string) string { return filepath.Join(s.of(name), "tree.erofs") }
 
 // floor is that of an image with this digest, if it was measured.
 func (s state) floor(name, digest string) (f floor, ok bool) {
