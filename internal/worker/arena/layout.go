@@ -6,7 +6,6 @@ import (
 	"encoding/binary"
 	"fmt"
 	"math"
-	"slices"
 	"sort"
 	"sync"
 
@@ -304,36 +303,17 @@ func (l *Layout) Repeated(i int) bool {
 }
 
 func (l *Layout) makeIndex() {
-	// Sorting by the ID's first bytes beside the number keeps the comparisons
-	// in one cache line.
-	type entry struct {
-		prefix uint64
-		number uint32
-	}
-	entries := make([]entry, 0, len(l.ids))
+	l.byID = make([]uint32, 0, len(l.ids))
 	for i := range l.ids {
 		if !l.ids[i].IsHole() {
-			entries = append(entries, entry{binary.BigEndian.Uint64(l.ids[i][:]), uint32(i)})
+			l.byID = append(l.byID, uint32(i))
 		}
 	}
-	slices.SortFunc(entries, func(a, b entry) int {
-		if a.prefix != b.prefix {
-			if a.prefix < b.prefix {
-				return -1
-			}
-			return 1
-		}
-		if c := bytes.Compare(l.ids[a.number][:], l.ids[b.number][:]); c != 0 {
-			return c
-		}
-		return int(a.number) - int(b.number)
-	})
-	l.byID = make([]uint32, len(entries))
+	segment.Sort(l.byID, func(i uint32) *segment.ID { return &l.ids[i] })
 	l.repeated = make([]uint64, words(len(l.ids)))
-	for k, e := range entries {
-		l.byID[k] = e.number
-		if k > 0 && l.ids[entries[k-1].number] == l.ids[e.number] {
-			for _, i := range []uint32{entries[k-1].number, e.number} {
+	for k := 1; k < len(l.byID); k++ {
+		if l.ids[l.byID[k-1]] == l.ids[l.byID[k]] {
+			for _, i := range l.byID[k-1 : k+1] {
 				l.repeated[i/64] |= 1 << (i % 64)
 			}
 		}

@@ -2,14 +2,12 @@ package node
 
 import (
 	"bytes"
-	"cmp"
 	"crypto/sha256"
 	"encoding/binary"
 	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
-	"slices"
 	"sort"
 
 	"golang.org/x/sys/unix"
@@ -48,43 +46,37 @@ const pieceBit = 1 << 63
 // writeContents lists what lies in the rootfs's own arena, laid out by l.
 func writeContents(path string, t *toc.TOC, l *arena.Layout) error {
 	type record struct {
-		first uint64 // 8 bytes of id
-		id    *segment.ID
-		off   uint64
+		id  *segment.ID
+		off uint64
 	}
+	// Contents before pieces, both in the order of their places: it decides between equal IDs.
 	recs := make([]record, 0, l.Segments())
-	add := func(id *segment.ID, off uint64) {
-		recs = append(recs, record{binary.BigEndian.Uint64(id[:]), id, off})
+	for i := range t.Contents {
+		if off, ok := l.Offset(i); ok {
+			recs = append(recs, record{&t.Contents[i].ID, uint64(off)})
+		}
 	}
 	for i := range t.Contents {
-		off, ok := l.Offset(i)
-		if !ok {
-			continue
-		}
 		c := &t.Contents[i]
-		add(&c.ID, uint64(off))
-		if c.Segments == 1 {
+		off, ok := l.Offset(i)
+		if !ok || c.Segments == 1 {
 			continue
 		}
 		for k := c.First; k < c.First+c.Segments; k++ {
 			if s := &t.Segments[k]; !s.ID.IsHole() {
-				add(&s.ID, uint64(off+s.Offset)|pieceBit)
+				recs = append(recs, record{&s.ID, uint64(off+s.Offset) | pieceBit})
 			}
 		}
 	}
-	slices.SortFunc(recs, func(a, b record) int {
-		if c := cmp.Compare(a.first, b.first); c != 0 {
-			return c
-		}
-		if c := bytes.Compare(a.id[:], b.id[:]); c != 0 {
-			return c
-		}
-		return cmp.Compare(a.off, b.off)
-	})
+	order := make([]uint32, len(recs))
+	for i := range order {
+		order[i] = uint32(i)
+	}
+	segment.Sort(order, func(i uint32) *segment.ID { return recs[i].id })
 	b := make([]byte, contentsHeader, contentsHeader+len(recs)*contentsRecord)
-	for _, r := range recs {
-		b = append(b, r.id[:]...)
-		b = binary.LittleEndian.AppendUint64(b, r.off)
+	for _, i := range order {
+		b = append(b, recs[i].id[:]...)
+		b = binary.LittleEndian.AppendUint64(b, recs[i].off)
 	}
 	digest := sha256.Sum256(b[contentsHeader:])
 	copy(b, contentsMagic)
@@ -182,28 +174,6 @@ func (c *contents) join(want []int32, id func(int32) *segment.ID, fn func(want i
 			off, piece := c.offset(k)
 			fn(w, off, piece)
 		}
-	}
-}
-
-// sortByID sorts numbers by the ID that id gives for them.
-func sortByID(numbers []int32, id func(int32) *segment.ID) {
-	// IDs are digests: nearly always their first 8 bytes, which lie together here, tell.
-	type keyed struct {
-		first  uint64
-		number int32
-	}
-	list := make([]keyed, len(numbers))
-	for i, n := range numbers {
-		list[i] = keyed{binary.BigEndian.Uint64(id(n)[:]), n}
-	}
-	slices.SortFunc(list, func(a, b keyed) int {
-		if c := cmp.Compare(a.first, b.first); c != 0 {
-			return c
-		}
-		return bytes.Compare(id(a.number)[:], id(b.number)[:])
-	})
-	for i, k := range list {
-		numbers[i] = k.number
 	}
 }
 

@@ -96,7 +96,7 @@ func TestJoinFindsContentsAndPieces(t *testing.T) {
 		numbers[i] = int32(i)
 	}
 	id := func(i int32) *segment.ID { return &ids[i] }
-	sortByID(numbers, id)
+	segment.Sort(numbers, id)
 	numbers = slices.CompactFunc(numbers, func(a, b int32) bool { return ids[a] == ids[b] })
 	got := make(map[string]bool)
 	c.join(numbers, id, func(i int32, off int64, piece bool) { got[fmt.Sprint(ids[i], off, piece)] = true })
@@ -160,7 +160,7 @@ func FuzzContents(f *testing.F) {
 			numbers[i] = int32(i)
 		}
 		id := func(i int32) *segment.ID { return &ids[i] }
-		sortByID(numbers, id)
+		segment.Sort(numbers, id)
 		c.join(numbers, id, func(_ int32, off int64, _ bool) {
 			if off < 0 {
 				t.Errorf("offset %d", off)

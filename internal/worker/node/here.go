@@ -102,7 +102,7 @@ func (n *Node) lentRuns(in *laid, runs []trace.Run) *lentRuns {
 		if other == nil || other.contents == nil {
 			continue
 		}
-		sortByID(contents, id)
+		segment.Sort(contents, id)
 		other.contents.join(contents, id, func(c int32, off int64, piece bool) {
 			if !piece {
 				at[uint32(c)] = extent{len(l.files), off}

@@ -163,7 +163,7 @@ func (r *rootfs) needed(borrowers []*rootfs) ([]arena.Range, error) {
 		t := have.toc
 		here := have.place.in(slices.Index(b.rec.Arenas, r.id()))
 		id := func(c int32) *segment.ID { return &t.Contents[c].ID }
-		sortByID(here, id)
+		segment.Sort(here, id)
 		found := 0
 		r.contents.join(here, id, func(c int32, off int64, piece bool) {
 			if !piece {

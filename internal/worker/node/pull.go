@@ -942,7 +942,7 @@ func lent(have *restored, i int, other *contents, holds func(off, size int64) bo
 	t := have.toc
 	here := have.place.in(i)
 	id := func(c int32) *segment.ID { return &t.Contents[c].ID }
-	sortByID(here, id)
+	segment.Sort(here, id)
 	absent = len(here)
 	other.join(here, id, func(c int32, off int64, piece bool) {
 		if !piece && holds(off, t.Contents[c].Size) {
@@ -994,7 +994,7 @@ func (n *Node) copyLocal(ctx context.Context, r *rootfs, p *pull) {
 		ids[i] = l.Segment(int(i)).ID
 	}
 	id := func(i int32) *segment.ID { return &ids[i] }
-	sortByID(want, id)
+	segment.Sort(want, id)
 	buf := make([]byte, segment.MaxLength)
 	for _, other := range others {
 		n.mu.Lock()

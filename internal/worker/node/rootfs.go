@@ -376,7 +376,7 @@ func (n *Node) place(r *rootfs, t *toc.TOC, p *pull) placement {
 	id := func(c int32) *segment.ID { return &t.Contents[c].ID }
 	lenders := n.lenders(p)
 	if len(lenders) > 0 {
-		sortByID(left, id)
+		segment.Sort(left, id)
 	}
 	for _, other := range lenders {
 		if len(left) == 0 || len(r.rec.Arenas) == maxArenas-1 {
@@ -579,7 +579,7 @@ func (n *Node) offsets(r *rootfs, t *toc.TOC, place placement, layout *arena.Lay
 			continue
 		}
 		id := func(c int32) *segment.ID { return &t.Contents[c].ID }
-		sortByID(here, id)
+		segment.Sort(here, id)
 		found := 0
 		other.contents.join(here, id, func(c int32, off int64, piece bool) {
 			if !piece {

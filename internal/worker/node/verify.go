@@ -105,7 +105,7 @@ func (v *verifier) arena(ctx context.Context, chain digest.Digest, here []int32)
 		r.letGo()
 	}()
 	id := func(c int32) *segment.ID { return &v.t.Contents[c].ID }
-	sortByID(here, id)
+	segment.Sort(here, id)
 	found := 0
 	contents.join(here, id, func(c int32, off int64, piece bool) {
 		if piece || failed != nil {

@@ -1,31 +1,33 @@
-package node
+package segment
 
 import (
 	"bytes"
+	"cmp"
 	"crypto/sha256"
 	"encoding/binary"
 	"slices"
 	"testing"
 
 	"pgregory.net/rapid"
-
-	"hydrofoil.dev/foil/internal/format/segment"
 )
 
 // IDs that begin alike are sorted by what follows.
-func TestSortByID(t *testing.T) {
+func TestSort(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		ids := make([]segment.ID, rapid.IntRange(0, 50).Draw(t, "ids"))
+		ids := make([]ID, rapid.IntRange(0, 50).Draw(t, "ids"))
 		numbers := make([]int32, len(ids))
 		for i := range ids {
-			for _, at := range []int{0, 7, 8, 31} {
+			for _, at := range []int{0, 1, 7, 8, 31} {
 				ids[i][at] = byte(rapid.IntRange(0, 2).Draw(t, "byte"))
 			}
-			numbers[i] = int32(i)
+			numbers[i] = int32(len(ids) - 1 - i)
 		}
-		id := func(i int32) *segment.ID { return &ids[i] }
-		sortByID(numbers, id)
-		if !slices.IsSortedFunc(numbers, func(a, b int32) int { return bytes.Compare(ids[a][:], ids[b][:]) }) {
+		id := func(i int32) *ID { return &ids[i] }
+		Sort(numbers, id)
+		order := func(a, b int32) int {
+			return cmp.Or(bytes.Compare(ids[a][:], ids[b][:]), cmp.Compare(a, b))
+		}
+		if !slices.IsSortedFunc(numbers, order) {
 			t.Fatalf("not sorted: %v", numbers)
 		}
 		slices.Sort(numbers)
@@ -37,8 +39,8 @@ func TestSortByID(t *testing.T) {
 	})
 }
 
-func BenchmarkSortByID(b *testing.B) {
-	ids := make([]segment.ID, 4000)
+func BenchmarkSort(b *testing.B) {
+	ids := make([]ID, 25000)
 	for i := range ids {
 		ids[i] = sha256.Sum256(binary.LittleEndian.AppendUint32(nil, uint32(i)))
 	}
@@ -47,6 +49,6 @@ func BenchmarkSortByID(b *testing.B) {
 		for i := range numbers {
 			numbers[i] = int32(i)
 		}
-		sortByID(numbers, func(i int32) *segment.ID { return &ids[i] })
+		Sort(numbers, func(i int32) *ID { return &ids[i] })
 	}
 }
