@@ -94,13 +94,14 @@ Exit codes: 0 it was told to end; 1 an error, in the log as well.`,
 				return err
 			}
 			// The host's memory is its containers', so garbage is collected twice as
-			// often as usual. But not within the first 16 MiB, which a start makes in
-			// a moment: it would be collected six times meanwhile, on the processors
-			// that the start needs. What keeps it from that is half of an allocation
-			// that nobody touches, and that has no memory therefore.
+			// often as usual. But not within the first 48 MiB, which the start of a large
+			// image makes in a moment: it would be collected several times meanwhile, on
+			// the processors that the start needs, and is given back when a pull has
+			// ended. What keeps it from that is half of an allocation that nobody
+			// touches, and that has no memory therefore.
 			if os.Getenv("GOGC") == "" {
 				debug.SetGCPercent(50)
-				untouched := make([]byte, 32<<20)
+				untouched := make([]byte, 96<<20)
 				defer runtime.KeepAlive(untouched)
 			}
 			switch gate {

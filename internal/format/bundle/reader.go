@@ -271,6 +271,7 @@ func (r *Reader) image(length int64) (*Image, error) {
 	if got := toc.Digest(m.TOC); got != m.TOCDigest {
 		return nil, corrupt(fmt.Errorf("TOC has digest %s, want %s", got, m.TOCDigest))
 	}
+	m.checked = true
 	return m, nil
 }
 

@@ -126,7 +126,7 @@ func (f *startupFixture) sections() []any {
 	return append(want, &bundle.Plan{})
 }
 
-var startupEqual = cmp.Options{cmpopts.IgnoreUnexported(bundle.Startup{}), cmpopts.EquateEmpty()}
+var startupEqual = cmp.Options{cmpopts.IgnoreUnexported(bundle.Startup{}, bundle.Image{}), cmpopts.EquateEmpty()}
 
 func (f *startupFixture) check(t *testing.T, stream io.Reader) {
 	t.Helper()

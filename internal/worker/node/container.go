@@ -238,6 +238,13 @@ func (n *Node) pullInto(ctx context.Context, req api.PullRequest, emit func(api.
 	if err := n.makeDirs(c); err != nil {
 		return err
 	}
+	// Who is told now begins runc, which takes the processors for a while: not before the
+	// question is on its way.
+	select {
+	case <-p.asked:
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
 	ev := p.snapshot()
 	ev.Event, ev.Container = api.Reserved, &api.Container{ID: c.ID, Dir: c.Dir, Rootfs: c.Rootfs}
 	if err := emit(ev); err != nil {

@@ -84,8 +84,21 @@ func writeContents(path string, t *toc.TOC, l *arena.Layout) error {
 	return os.WriteFile(path, b, 0o600)
 }
 
-// openContents maps a contents file.
+// openContents maps a contents file, and believes it or says why not.
 func openContents(path string) (*contents, error) {
+	c, err := mapContents(path)
+	if err != nil {
+		return nil, err
+	}
+	if err := checkContents(c.data); err != nil {
+		c.close()
+		return nil, fmt.Errorf("contents file %s: %w", path, err)
+	}
+	return c, nil
+}
+
+// mapContents maps a contents file that was just written.
+func mapContents(path string) (*contents, error) {
 	f, err := os.Open(path)
 	if err != nil {
 		return nil, err
@@ -102,9 +115,6 @@ func openContents(path string) (*contents, error) {
 	data, err := unix.Mmap(int(f.Fd()), 0, int(n), unix.PROT_READ, unix.MAP_SHARED)
 	if err != nil {
 		return nil, fmt.Errorf("map contents file %s: %w", path, err)
-	}
-	if err := checkContents(data); err != nil {
-		return nil, errors.Join(fmt.Errorf("contents file %s: %w", path, err), unix.Munmap(data))
 	}
 	return &contents{data}, nil
 }

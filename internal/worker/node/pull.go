@@ -64,6 +64,8 @@ type pull struct {
 
 	used map[*rootfs]bool // which it keeps from being removed; guarded by Node.mu
 
+	asked     chan struct{} // closed when the server is being asked for the first time, or nobody will be
+	askedOnce sync.Once
 	ready     chan struct{} // closed by isReady, under mu
 	nextReady chan struct{} // closed, and made anew, when one that joined is ready; guarded by mu
 }
@@ -143,10 +145,13 @@ func (n *Node) startPull(ctx context.Context, req api.PullRequest, manifest dige
 }
 
 func (n *Node) newPull(r ref, req api.PullRequest) *pull {
-	p := &pull{n: n, ref: r, req: req, begun: time.Now(), changed: make(chan struct{}), used: make(map[*rootfs]bool), ready: make(chan struct{}), nextReady: make(chan struct{})}
+	p := &pull{n: n, ref: r, req: req, begun: time.Now(), changed: make(chan struct{}), used: make(map[*rootfs]bool), asked: make(chan struct{}), ready: make(chan struct{}), nextReady: make(chan struct{})}
 	p.ctx, p.stop = context.WithCancelCause(n.ctx)
 	return p
 }
+
+// nowAsked lets those go on who wait until the server is asked.
+func (p *pull) nowAsked() { p.askedOnce.Do(func() { close(p.asked) }) }
 
 func (p *pull) ended() bool {
 	p.mu.Lock()
@@ -173,6 +178,7 @@ func (p *pull) run() {
 	n := p.n
 	n.makeRoom()
 	err := p.bring(p.ctx)
+	p.nowAsked()
 	for err != nil && (p.again(err) || p.tryOn(err) || p.anew()) {
 		err = p.bring(p.ctx)
 	}
@@ -305,6 +311,7 @@ func (p *pull) bring(ctx context.Context) error {
 			GiveUpUnopened: atOnce,
 			Logger:         n.log,
 		})
+		p.nowAsked()
 		p.mu.Lock()
 		p.fetch = f
 		for _, s := range p.joined {
@@ -581,7 +588,7 @@ func (p *pull) rootfsOf(img *bundle.Image, t *toc.TOC) (r *rootfs, made placemen
 	if t == nil {
 		return nil, nil, fmt.Errorf("pull %s: the server sent no TOC of rootfs %s, which is not here", p.ref, img.ChainID)
 	}
-	r, made, err = n.createRootfs(img.ChainID, img.TOC, t, p)
+	r, made, err = n.createRootfs(img, t, p)
 	if err != nil {
 		return nil, nil, err
 	}

@@ -19,6 +19,7 @@ import (
 	"github.com/opencontainers/go-digest"
 	"golang.org/x/sys/unix"
 
+	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/format/toc"
 	"hydrofoil.dev/foil/internal/kernel"
@@ -281,16 +282,16 @@ func sum(b []byte) string {
 
 // createRootfs lays out the arena of a rootfs that is not here yet, and puts it
 // behind the gate. From then on frames can be written to it. mountRootfs does
-// the rest. encoded is the TOC as it came.
+// the rest. t is the TOC that came with img.
 //
 // A content that another arena holds whole is used in place. Called with
 // Node.layout held.
-func (n *Node) createRootfs(chain digest.Digest, encoded []byte, t *toc.TOC, p *pull) (_ *rootfs, _ placement, err error) {
-	r := &rootfs{dir: n.newDir(chain), filling: p, starting: p.wantsStartup(), ready: make(chan struct{})}
+func (n *Node) createRootfs(img *bundle.Image, t *toc.TOC, p *pull) (_ *rootfs, _ placement, err error) {
+	r := &rootfs{dir: n.newDir(img.ChainID), filling: p, starting: p.wantsStartup(), ready: make(chan struct{})}
 	r.rec = rootfsRecord{
 		Version: rootfsVersion,
-		ChainID: chain,
-		TOC:     digest.FromBytes(encoded),
+		ChainID: img.ChainID,
+		TOC:     img.TOCDigest,
 		Files:   len(t.Inodes),
 		Created: time.Now().UTC(),
 	}
@@ -309,7 +310,7 @@ func (n *Node) createRootfs(chain digest.Digest, encoded []byte, t *toc.TOC, p *
 			n.discard(r)
 		}
 	}()
-	if err := os.WriteFile(r.path("toc"), encoded, 0o600); err != nil {
+	if err := os.WriteFile(r.path("toc"), img.TOC, 0o600); err != nil {
 		return nil, nil, err
 	}
 	n.at("toc")
@@ -329,7 +330,7 @@ func (n *Node) createRootfs(chain digest.Digest, encoded []byte, t *toc.TOC, p *
 	if err := writeContents(r.path("contents"), t, layout); err != nil {
 		return nil, nil, err
 	}
-	if r.contents, err = openContents(r.path("contents")); err != nil {
+	if r.contents, err = mapContents(r.path("contents")); err != nil {
 		return nil, nil, err
 	}
 	r.setPresence(t, place)
