@@ -81,6 +81,29 @@ func TestFill(t *testing.T) {
 	}
 }
 
+// Files that are nearly whole in a set get the rest.
+func TestFillRest(t *testing.T) {
+	files := &toc.TOC{Contents: []toc.Content{{Size: 40*trace.BlockSize - 5}, {Size: 40 * trace.BlockSize}, {Size: 400 * trace.BlockSize}, {Size: 7}}}
+	in := func(content, first, blocks, at uint32) ranked {
+		return ranked{trace.Run{Content: content, First: first, Blocks: blocks}, at}
+	}
+	set := []ranked{
+		in(0, 2, 20, 5), in(0, 25, 10, 9), // 30 of 40
+		in(1, 0, 29, 1),   // of 40: too few
+		in(2, 0, 335, 20), // 65 lack: too many
+		in(3, 0, 1, 30),   // all of it
+	}
+	want := []ranked{in(0, 0, 2, filledAt+5), in(0, 22, 3, filledAt+5), in(0, 35, 5, filledAt+9)}
+	got := fill(set, nil, files)
+	inOrder(got)
+	if d := cmp.Diff(want, got, cmp.AllowUnexported(ranked{})); d != "" {
+		t.Errorf("(want, got):\n%s", d)
+	}
+	if got := fill(set[:3], nil, files); len(got) != len(want) {
+		t.Errorf("without the last file: %v", got)
+	}
+}
+
 // inOrder sorts runs by content and page.
 func inOrder(list []ranked) {
 	slices.SortFunc(list, func(a, b ranked) int {
