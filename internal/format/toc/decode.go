@@ -2,11 +2,13 @@ package toc
 
 import (
 	"bytes"
+	"cmp"
 	"errors"
 	"fmt"
 	"math"
 	"slices"
 	"strings"
+	"sync"
 
 	"github.com/opencontainers/go-digest"
 	"golang.org/x/sys/unix"
@@ -37,6 +39,7 @@ func DecodeContents(encoded []byte) (*TOC, error) {
 		return nil, fmt.Errorf("%w: %w", ErrCorrupt, err)
 	}
 	t := &TOC{ChainID: digest.Digest(d.col[colChainID].B)}
+	d.count = columns.Numbers(d.col[colSizes].B)
 	err = d.contents(t)
 	for _, i := range []int{colSizes, colSegments, colDigests} {
 		err = errors.Join(err, d.col[i].End())
@@ -79,9 +82,21 @@ func decode(encoded []byte) (*TOC, error) {
 		return nil, err
 	}
 	t := &TOC{ChainID: digest.Digest(d.col[colChainID].B)}
-	for _, step := range []func(*TOC) error{d.xattrs, d.contents, d.inodes, d.tree} {
-		if err := step(t); err != nil {
-			return nil, err
+	d.count = columns.Numbers(d.col[colSizes].B)
+	// Contents and names have nothing to do with each other, and a container waits for both.
+	var contents error
+	var work sync.WaitGroup
+	work.Go(func() {
+		contents = inTurn(func() error { return d.contents(t) }, t.validateContents)
+	})
+	err = d.names(t)
+	work.Wait()
+	if err = cmp.Or(contents, err); err != nil {
+		return nil, err
+	}
+	for i := range t.Inodes {
+		if n := &t.Inodes[i]; n.Content >= 0 {
+			n.Size = t.Contents[n.Content].Size
 		}
 	}
 	d.col[colChainID].B = nil
@@ -90,16 +105,24 @@ func decode(encoded []byte) (*TOC, error) {
 			return nil, fmt.Errorf("column %d: %w", i, err)
 		}
 	}
-	if err := t.Validate(); err != nil {
+	if err := inTurn(t.validateHead, t.validateInodes); err != nil {
 		return nil, err
 	}
 	t.setNlink()
 	return t, nil
 }
 
+// names reads and checks xattrs, inodes but for the sizes and contents of files, and the tree, and
+// looks at no contents or segments, which are read meanwhile.
+func (d *decoder) names(t *TOC) error {
+	read := func(fn func(*TOC) error) func() error { return func() error { return fn(t) } }
+	return inTurn(read(d.xattrs), read(d.inodes), read(d.tree), t.validateTree, t.validateXattrs)
+}
+
 type decoder struct {
-	rest []byte
-	col  [colCount]columns.Reader
+	rest  []byte
+	col   [colCount]columns.Reader
+	count int // of contents
 }
 
 // readColumns decompresses columns: those wanted, or all if none is named. Every element of
@@ -148,7 +171,7 @@ func (d *decoder) xattrs(t *TOC) error {
 
 func (d *decoder) contents(t *TOC) error {
 	ids, sizes, col := &d.col[colDigests], &d.col[colSizes], &d.col[colSegments]
-	n := columns.Numbers(sizes.B)
+	n := d.count
 	// Each content has one number for its count, one for each of its segments.
 	segments := columns.Numbers(col.B) - n
 	if n > MaxInodes || n*segment.IDLength > len(ids.B) || segments < n || segments > MaxSegments {
@@ -253,11 +276,8 @@ func (d *decoder) inodes(t *TOC) error {
 			case ref > 1:
 				n.Content = nextContent - int32(ref-1)
 			}
-			if int(n.Content) >= len(t.Contents) {
-				return fmt.Errorf("inode %d: content %d of %d", i, n.Content, len(t.Contents))
-			}
-			if n.Content >= 0 {
-				n.Size = t.Contents[n.Content].Size
+			if int(n.Content) >= d.count {
+				return fmt.Errorf("inode %d: content %d of %d", i, n.Content, d.count)
 			}
 		}
 	}

@@ -25,6 +25,21 @@ const (
 // Validate checks everything that the comments of TOC promise, and sets
 // nothing; Encode and Decode call it.
 func (t *TOC) Validate() error {
+	return inTurn(t.validateHead, t.validateTree, t.validateInodes, t.validateContents, t.validateXattrs)
+}
+
+// inTurn calls functions until one fails: those that come later rely on the earlier ones.
+func inTurn(steps ...func() error) error {
+	for _, step := range steps {
+		if err := step(); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// validateHead checks the chain ID, and how many there are of everything.
+func (t *TOC) validateHead() error {
 	if err := t.ChainID.Validate(); err != nil {
 		return fmt.Errorf("chain ID %q: %w", t.ChainID, err)
 	}
@@ -32,16 +47,7 @@ func (t *TOC) Validate() error {
 		return fmt.Errorf("%d inodes, %d names, %d segments: want at least 1 and at most %d, %d, %d",
 			len(t.Inodes), len(t.Dirents), len(t.Segments), MaxInodes, MaxDirents, MaxSegments)
 	}
-	if err := t.validateTree(); err != nil {
-		return err
-	}
-	if err := t.validateInodes(); err != nil {
-		return err
-	}
-	if err := t.validateContents(); err != nil {
-		return err
-	}
-	return t.validateXattrs()
+	return nil
 }
 
 // validateTree checks that the names make one tree in canonical order. A

@@ -29,7 +29,7 @@ const maxSize = math.MaxInt64 - 2*BlockSize
 // numbers are what Arena's methods take. They equal indices into TOC.Segments
 // only when no content is left out: see TOCSegment and FromTOC.
 type Layout struct {
-	digest       [sha256.Size]byte
+	digest       func() [sha256.Size]byte
 	size         int64 // bytes of the arena
 	contentBytes int64 // sum of the contents' sizes
 	tocContents  int
@@ -88,7 +88,9 @@ func NewLayout(t *toc.TOC, in func(content int) bool) (*Layout, error) {
 			return nil, fmt.Errorf("lay out arena of %s: content %d: %w", t.ChainID, i, err)
 		}
 	}
-	l.digest = l.sum()
+	// Needed when the arena is made, not for where things lie.
+	l.digest = sync.OnceValue(l.sum)
+	go l.digest()
 	return l, nil
 }
 
@@ -172,7 +174,7 @@ func (l *Layout) Blocks() int64 { return l.size / BlockSize }
 
 // Digest identifies the layout: two layouts with equal digests place equal
 // segments at equal offsets, and come from TOCs with equal contents there.
-func (l *Layout) Digest() [sha256.Size]byte { return l.digest }
+func (l *Layout) Digest() [sha256.Size]byte { return l.digest() }
 
 // Offset returns where TOC.Contents[content] begins in the arena, in bytes;
 // false when it is not in this arena.

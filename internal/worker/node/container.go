@@ -394,7 +394,7 @@ func (n *Node) clearContainer(dir string) error {
 	if err := os.Remove(filepath.Join(dir, "container.json")); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return err
 	}
-	err := kernel.Unmount(filepath.Join(dir, "rootfs"), false)
+	err := unmountEnded(filepath.Join(dir, "rootfs"))
 	if err != nil && !errors.Is(err, unix.EINVAL) && !errors.Is(err, unix.ENOENT) { // EINVAL: not mounted
 		return err
 	}
@@ -406,6 +406,20 @@ func (n *Node) clearContainer(dir string) error {
 		}
 	}
 	return os.RemoveAll(dir)
+}
+
+// busyFor is for how long a container's filesystem may be in use after the container's end: by
+// who lists processes and follows their roots, for example.
+const busyFor = 2 * time.Second
+
+// unmountEnded unmounts the filesystem of a container that has ended.
+func unmountEnded(target string) error {
+	for end := time.Now().Add(busyFor); ; time.Sleep(10 * time.Millisecond) {
+		err := kernel.Unmount(target, false)
+		if !errors.Is(err, unix.EBUSY) || time.Now().After(end) {
+			return err
+		}
+	}
 }
 
 // loadContainers reads the containers that an earlier daemon made.

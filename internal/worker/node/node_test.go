@@ -719,6 +719,41 @@ func TestAnImageThatAContainerUsesStays(t *testing.T) {
 	h.empty()
 }
 
+// Who lists processes holds their roots for a moment: a container that ends just then is
+// removed all the same, and one whose files stay open is not, and says why.
+func TestAContainerIsRemovedThatIsLookedAt(t *testing.T) {
+	s := newFakeServer(t)
+	m := newFakeImage(t, some(1, 3, 100))
+	ref := s.serve("app:1", m)
+	h := newHost(t)
+	h.mustPull(ref, api.Complete)
+	c, err := h.n.CreateContainer(t.Context(), api.ContainerRequest{ID: "c", Ref: ref})
+	if err != nil {
+		t.Fatal(err)
+	}
+	looked, err := os.Open(c.Rootfs)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer looked.Close()
+	if err := h.n.RemoveContainer(t.Context(), "c"); !errors.Is(err, unix.EBUSY) {
+		t.Errorf("remove a container whose root is open: %v", err)
+	}
+	gone := make(chan error, 1)
+	go func() {
+		time.Sleep(100 * time.Millisecond)
+		gone <- looked.Close()
+	}()
+	if err := h.n.RemoveContainer(t.Context(), "c"); err != nil {
+		t.Errorf("remove a container whose root is open for a moment: %v", err)
+	}
+	if err := <-gone; err != nil {
+		t.Error(err)
+	}
+	h.remove(ref)
+	h.empty()
+}
+
 // A process of the host has a file of the mount open. The arena must not be let
 // go of under it: holes would be read as zeros.
 func TestAMountInUseStaysBehindTheGate(t *testing.T) {
