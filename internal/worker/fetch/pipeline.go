@@ -8,6 +8,7 @@ import (
 
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/format/segment"
+	"hydrofoil.dev/foil/internal/kernel"
 	"hydrofoil.dev/foil/internal/worker/arena"
 )
 
@@ -55,8 +56,12 @@ func (p *Pull) putBuffer(b *buffer) {
 	}
 }
 
-// worker decodes frames and writes their segments.
+// worker decodes frames and writes their segments. While no read waits for any of them the
+// processors are the containers': a service that starts, and finds its pages, does not wait
+// for those that come next to be written.
 func (p *Pull) worker() {
+	priority := kernel.OwnPriority()
+	defer priority.End()
 	// One that grows with the frames would be memory that nothing has touched yet again and again, and
 	// each page of it a page fault. Of this one no more is touched than the largest frame has.
 	raw := make([]byte, 0, segment.DecodeCap)
@@ -64,11 +69,19 @@ func (p *Pull) worker() {
 		switch {
 		case p.ctx.Err() != nil:
 		default:
+			priority.SetLow(!p.waitedFor())
 			raw = p.writeJob(j, raw)
 		}
 		p.putBuffer(j.buffer)
 		j.done.Done()
 	}
+}
+
+// waitedFor reports whether a read waits.
+func (p *Pull) waitedFor() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return len(p.wanted) > 0
 }
 
 // writeJob writes what a job says. It returns raw, which it may have replaced by a

@@ -9,6 +9,7 @@ import (
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/format/toc"
 	"hydrofoil.dev/foil/internal/format/trace"
+	"hydrofoil.dev/foil/internal/kernel"
 )
 
 // warmer reads the pages of a startup set through the mount of the rootfs that a
@@ -102,6 +103,9 @@ func (p *pull) warmLocked() {
 	w.busy = true
 	l := w.laid
 	p.work.Go(func() {
+		priority := kernel.OwnPriority()
+		defer priority.End()
+		priority.SetLow(true)
 		m := mounted{laid: l}
 		defer m.close()
 		for {
