@@ -207,7 +207,7 @@ func (e *evidence) choose(t *toc.TOC) (set, late []ranked) {
 			late = appendRanked(late, r)
 		}
 	})
-	set, late = insert(set, fill(set, doubtful, t), late)
+	set, late = insert(set, soon(fill(set, doubtful, t), set), late)
 	set, late = withoutHoles(set, t), withoutHoles(late, t)
 	byNeed(set)
 	byNeed(late)

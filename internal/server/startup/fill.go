@@ -34,7 +34,9 @@ const (
 	restShare = 3
 	// fillShare bounds what is filled in: one page for so many of the set.
 	fillShare = 2
-	// filledAt is added to when a filled page is needed: of all of them a start touches a few, so
+	// soonShare bounds the filled pages that come with those around them: one for so many of the set.
+	soonShare = 20
+	// filledAt is added to when another filled page is needed: of all of them a start touches a few, so
 	// they go after every page that a start was seen to touch, in frames of their own. A worker
 	// keeps these as they come, and writes of them what is asked for (bundle.Startup.Filled):
 	// in runs of filledRun pages, since what has a digest is written whole.
@@ -98,6 +100,46 @@ func fill(set, doubtful []ranked, t *toc.TOC) []ranked {
 		out = append(out, g.ranked)
 	}
 	return out
+}
+
+// soon has those filled pages come with the pages around them, rather than after all others, of which
+// there are few: who waits for one of them waits for all of the set that comes before it. A start of
+// PostgreSQL, which begins with a small Go program, waited 0.5 to 0.8 s of its 1.4 to 2.4 s at 100 Mbit/s for one
+// page of that program's tables. It is so for the filled pages of a file when half of what is in the set after them
+// is more than they are, as every other start touches one of them or so.
+func soon(filled, set []ranked) []ranked {
+	type file struct {
+		content uint32
+		pages   int64
+		at      uint32 // of the first that is needed
+	}
+	var files []file
+	for _, r := range filled {
+		i := slices.IndexFunc(files, func(f file) bool { return f.content == r.Content })
+		if i < 0 {
+			i = len(files)
+			files = append(files, file{r.Content, 0, r.at - filledAt})
+		}
+		files[i].pages += int64(lacking(set, r.Run))
+		files[i].at = min(files[i].at, r.at-filledAt)
+	}
+	slices.SortStableFunc(files, func(a, b file) int { return cmp.Compare(a.pages, b.pages) })
+	all := pages(set)
+	left := all / soonShare
+	for _, f := range files {
+		if 2*f.pages > all-int64(f.at) {
+			continue
+		}
+		if left -= f.pages; left < 0 {
+			break
+		}
+		for i := range filled {
+			if filled[i].Content == f.content {
+				filled[i].at -= filledAt
+			}
+		}
+	}
+	return filled
 }
 
 // rests returns what a set lacks of the files that are nearly whole in it.

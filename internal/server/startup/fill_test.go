@@ -104,6 +104,26 @@ func TestFillRest(t *testing.T) {
 	}
 }
 
+// Few filled pages that are needed early come with those around them, many or late ones after all.
+func TestSoon(t *testing.T) {
+	in := func(content, first, blocks, at uint32) ranked {
+		return ranked{trace.Run{Content: content, First: first, Blocks: blocks}, at}
+	}
+	set := []ranked{in(0, 10, 1, 5), in(0, 20, 1, 7), in(1, 0, 998, 8)}
+	for name, c := range map[string]struct{ filled, want []ranked }{
+		"nothing":                 {},
+		"few, early":              {[]ranked{in(0, 11, 9, filledAt+5), in(0, 21, 2, filledAt+7)}, []ranked{in(0, 11, 9, 5), in(0, 21, 2, 7)}},
+		"few, and nothing later":  {[]ranked{in(0, 11, 9, filledAt+990)}, []ranked{in(0, 11, 9, filledAt+990)}},
+		"more than a twentieth":   {[]ranked{in(0, 21, 51, filledAt+7)}, []ranked{in(0, 21, 51, filledAt+7)}},
+		"one file's, not another": {[]ranked{in(2, 0, 30, filledAt+7), in(0, 21, 21, filledAt+7)}, []ranked{in(2, 0, 30, filledAt+7), in(0, 21, 21, 7)}},
+		"what is in the set":      {[]ranked{in(1, 0, 998, filledAt+7)}, []ranked{in(1, 0, 998, 7)}},
+	} {
+		if d := cmp.Diff(c.want, soon(c.filled, set), cmp.AllowUnexported(ranked{}), cmpopts.EquateEmpty()); d != "" {
+			t.Errorf("%s (want, got):\n%s", name, d)
+		}
+	}
+}
+
 // inOrder sorts runs by content and page.
 func inOrder(list []ranked) {
 	slices.SortFunc(list, func(a, b ranked) int {
