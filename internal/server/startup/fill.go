@@ -103,10 +103,9 @@ func fill(set, doubtful []ranked, t *toc.TOC) []ranked {
 }
 
 // soon has those filled pages come with the pages around them, rather than after all others, of which
-// there are few: who waits for one of them waits for all of the set that comes before it. A start of
-// PostgreSQL, which begins with a small Go program, waited 0.5 to 0.8 s of its 1.4 to 2.4 s at 100 Mbit/s for one
-// page of that program's tables. It is so for the filled pages of a file when half of what is in the set after them
-// is more than they are, as every other start touches one of them or so.
+// there are few: who waits for one of them waits for all of the set that comes before it, at 100 Mbit/s 0.7 s
+// for 8 MB. It is so for the filled pages of a file when half of what is in the set after them
+// is more than they are, as if every other start touched one of them.
 func soon(filled, set []ranked) []ranked {
 	type file struct {
 		content uint32
