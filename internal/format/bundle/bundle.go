@@ -23,8 +23,8 @@
 //	10 Here   at most one for each Startup, anywhere between Image sections and Plan; may be skipped
 //	12 Filled at most one for each Startup, after it and before its Pages; may be skipped
 //	9 Pages   once for each frame of each Startup, in their order, before Plan
-//	3 Plan    once
-//	4 Frame   once for each frame of the plan
+//	3 Plan    once; between Pages of the last Startup, if Request.EarlyPlan says so
+//	4 Frame   once for each frame of the plan, after it
 //	5 Error   ends the stream, at any place
 //	6 End     ends the stream when everything has been sent
 //	11 Alive  anywhere after Hello, any number; may be skipped

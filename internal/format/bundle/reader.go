@@ -171,7 +171,7 @@ func (r *Reader) inOrder(t Type) error {
 	if !r.hello && t != TypeHello || r.hello && t == TypeHello ||
 		r.plan != nil && (t == TypeImage || t == TypePlan || t == TypeStartup || t == TypeHere || t == TypeFilled) ||
 		len(r.startups)+len(r.heres) > 0 && t == TypeImage ||
-		r.pagesLeft() && t == TypePlan ||
+		r.pagesLeft() && (t == TypePlan && !r.o.Request.EarlyPlan || t == TypeEnd) ||
 		t == TypeEnd && (r.plan == nil || r.left > 0) {
 		return fmt.Errorf("%w: section %d out of order", ErrCorrupt, t)
 	}

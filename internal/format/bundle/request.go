@@ -58,6 +58,10 @@ type Request struct {
 	// passed or Promotion.Release comes: what a start lacks all the same then has the
 	// line for itself. Nanoseconds.
 	Hold time.Duration `json:"hold,omitempty"`
+	// EarlyPlan says that the worker takes the plan, and frames that it has promoted, between the pages
+	// of the last startup set: a read that lacks what is in no set does not wait for the rest of it then.
+	// Older workers do not, and older servers send the plan after the pages.
+	EarlyPlan bool `json:"early_plan,omitempty"`
 	// Damaged, at most MaxDamaged, are segments and page runs of these images that arrived with other
 	// bytes than their digests name; one of a frame that did not decode. They are no more
 	// than a hint: the server looks at its own copies of the frames that hold them, and makes anew

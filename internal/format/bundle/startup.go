@@ -255,7 +255,7 @@ func (r *Reader) pages(length int) (*Pages, error) {
 	for len(r.order) > 0 && r.page == len(r.order[0].Frames) {
 		r.order, r.page = r.order[1:], 0
 	}
-	if len(r.order) == 0 || r.plan != nil {
+	if len(r.order) == 0 {
 		return nil, fmt.Errorf("%w: pages of no startup set", ErrCorrupt)
 	}
 	s := r.order[0]

@@ -189,6 +189,41 @@ func TestStartupRoundTrip(t *testing.T) {
 	}
 }
 
+// TestEarlyPlan reads a plan, and frames of it, that come among pages.
+func TestEarlyPlan(t *testing.T) {
+	f := newStartupFixture()
+	f.req.EarlyPlan = true
+	p := &bundle.Plan{
+		Frames:   []bundle.PlanFrame{{MaxLength: 10, RawLength: 5, First: 0, Segments: 1}, {MaxLength: 10, RawLength: 7, First: 1, Segments: 1}},
+		Segments: []uint32{0, 1}, MaxBytes: 20, ContentBytes: 12,
+	}
+	var b bytes.Buffer
+	w := bundle.NewWriter(&b)
+	f.header(w)
+	for i, s := range f.sets {
+		w.Startup(s, f.tocs[i])
+	}
+	w.Pages(0, 0, f.frames[0][0])
+	w.Plan(p)
+	w.Frame(1, []byte("frame 1"))
+	w.Pages(0, 1, f.frames[0][1])
+	w.Pages(2, 0, f.frames[2][0])
+	w.Frame(0, []byte("frame 0"))
+	w.End()
+	sections, _, err := readAll(&b, f.req)
+	if err != io.EOF {
+		t.Fatal(err)
+	}
+	want := []any{
+		&bundle.Pages{Image: 0, Frame: 0, Data: f.frames[0][0]}, p, &bundle.Frame{Index: 1, Data: []byte("frame 1")},
+		&bundle.Pages{Image: 0, Frame: 1, Data: f.frames[0][1]}, &bundle.Pages{Image: 2, Frame: 0, Data: f.frames[2][0]},
+		&bundle.Frame{Index: 0, Data: []byte("frame 0")},
+	}
+	if d := cmp.Diff(want, sections[len(sections)-len(want):]); d != "" {
+		t.Error(d)
+	}
+}
+
 // TestStartupGolden reads a stream as it was written when the sections were fixed.
 func TestStartupGolden(t *testing.T) {
 	f := newStartupFixture()
@@ -310,6 +345,30 @@ func TestStartupRefused(t *testing.T) {
 			w.Pages(0, 0, f.frames[0][0])
 			w.Plan(&bundle.Plan{})
 		}, "out of order"},
+		{"end before its pages", func(w *bundle.Writer, f *startupFixture) {
+			f.req.EarlyPlan = true
+			f.header(w)
+			w.Startup(f.sets[0], f.tocs[0])
+			w.Plan(&bundle.Plan{})
+			w.Pages(0, 0, f.frames[0][0])
+			w.End()
+		}, "out of order"},
+		{"set after an early plan", func(w *bundle.Writer, f *startupFixture) {
+			f.req.EarlyPlan = true
+			f.header(w)
+			w.Startup(f.sets[0], f.tocs[0])
+			w.Pages(0, 0, f.frames[0][0])
+			w.Plan(&bundle.Plan{})
+			w.Startup(f.sets[2], f.tocs[2])
+		}, "out of order"},
+		{"too many pages after an early plan", func(w *bundle.Writer, f *startupFixture) {
+			f.req.EarlyPlan = true
+			f.header(w)
+			w.Startup(f.sets[2], f.tocs[2])
+			w.Plan(&bundle.Plan{})
+			w.Pages(2, 0, f.frames[2][0])
+			w.Pages(2, 1, f.frames[2][0])
+		}, "no startup set"},
 		{"pages of no set", func(w *bundle.Writer, f *startupFixture) { f.header(w); w.Pages(0, 0, f.frames[0][0]) }, "no startup set"},
 		{"pages out of order", func(w *bundle.Writer, f *startupFixture) {
 			f.header(w)

@@ -9,7 +9,7 @@
 // arrived damaged (see damage.go), and its Image section is sent at once; then its index is
 // read, without which nothing can be planned; the startup sets
 // that were asked for are sent, as far as the worker lacks them, while the plan
-// of the rest is made; the plan is sent; the frames are read from their packs and
+// of the rest is made; the plan is sent, among the last of them to workers that take it there; the frames are read from their packs and
 // sent, two runs ahead of the network; where that can be they go from the packs'
 // files by sendfile(2) (see direct). What fails now is an Error section. A
 // promotion finds the stream by its ID and changes what is read next. The startup
@@ -335,54 +335,29 @@ func (p *pull) run(ctx context.Context, id string) error {
 		return err
 	}
 
-	// The plan is made while pages are on their way.
+	// The plan is made while pages are on their way, and goes among them if it may.
 	planning, cancel := context.WithCancel(ctx)
 	defer cancel()
-	type planned struct {
-		*planner.Plan
-		error
-	}
-	done := make(chan planned, 1)
-	go func() {
-		var err error
-		for i, m := range p.images {
-			if wants[i].Header || err != nil {
-				continue
-			}
-			var guess planner.Order
-			if guess, err = p.h.order(planning, m, wants[i].Index, encoded[i]); err == nil {
-				d.SetOrder(i, orderOf(wants[i].Index, guess, sets[i], deliveries[i] != nil))
-			}
-		}
-		if err != nil {
-			done <- planned{error: err}
-			return
-		}
-		done <- planned{Plan: d.Plan()}
-	}()
+	plan := p.plan(planning, d, wants, encoded, sets, deliveries)
+	p.queue.pause()
 	if ahead := p.h.streams.find(p.req.Ahead); ahead != nil && ahead != p.queue {
 		ahead.pause()
-		err = p.pages(ctx, wants, deliveries)
+		err = p.pages(ctx, wants, deliveries, plan)
 		ahead.resume()
 	} else {
-		err = p.pages(ctx, wants, deliveries)
+		err = p.pages(ctx, wants, deliveries, plan)
 	}
+	p.queue.resume()
 	if err != nil {
 		cancel()
 	}
-	var plan planned
-	p.meanwhile(func() { plan = <-done })
-	if err := cmp.Or(err, plan.error); err != nil {
+	p.meanwhile(plan.wait)
+	if err := cmp.Or(err, plan.err); err != nil {
 		return err
 	}
-	p.makeAnew(plan.Sources)
-	p.queue.start(plan.Sources)
 	defer p.queue.hold(p.hold(deliveries))()
-	if err := p.w.Plan(&plan.Wire); err != nil {
-		return writeFailed{err}
-	}
-	if err := p.flush(); err != nil {
-		return writeFailed{err}
+	if err := plan.send(); err != nil {
+		return err
 	}
 	if p.direct, err = p.takeOver(); err != nil {
 		return writeFailed{err}
@@ -393,12 +368,7 @@ func (p *pull) run(ctx context.Context, id string) error {
 		p.flush = func() error { return errors.Join(w.Flush(), to.Flush()) }
 	}
 	if err := p.queue.send(ctx, p.h.frames, p.direct, p.w, p.flush, p.h.o.Alive); err != nil {
-		if isDamage(err) {
-			for _, m := range p.images {
-				p.h.suspect(m)
-			}
-		}
-		return err
+		return p.suspectAll(err)
 	}
 	if err := p.w.End(); err != nil {
 		return writeFailed{err}

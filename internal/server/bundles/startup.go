@@ -88,8 +88,12 @@ func (p *pull) hold(deliveries []*startup.Delivery) time.Duration {
 	return 0
 }
 
-// pages sends startup sets.
-func (p *pull) pages(ctx context.Context, wants []planner.Want, deliveries []*startup.Delivery) error {
+// pages sends startup sets, the last one with what of the plan may go early.
+func (p *pull) pages(ctx context.Context, wants []planner.Want, deliveries []*startup.Delivery, plan *plan) error {
+	last := len(deliveries) - 1
+	for last >= 0 && deliveries[last] == nil {
+		last--
+	}
 	for i, delivery := range deliveries {
 		if delivery == nil {
 			continue
@@ -106,6 +110,11 @@ func (p *pull) pages(ctx context.Context, wants []planner.Want, deliveries []*st
 		p.about = ref(p.images[i].Repository, p.images[i].Reference)
 		contents := &planner.Contents{TOC: x.Table(), Index: x, Objects: p.h.o.Objects}
 		err := delivery.Send(ctx, contents, func(sections []byte) error {
+			if i == last {
+				if err := plan.early(ctx); err != nil {
+					return err
+				}
+			}
 			if err := p.w.Sections(sections); err != nil {
 				return writeFailed{err}
 			}

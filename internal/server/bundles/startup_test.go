@@ -325,6 +325,7 @@ func TestStartupProperty(t *testing.T) {
 			}
 			req.Have = []bundle.Have{{ChainID: x.ChainID, TOC: r.TOC, Present: present, Pages: trace.AppendRuns(nil, here)}}
 		}
+		req.EarlyPlan = rapid.Bool().Draw(rt, "early plan")
 		p := s.pull(t, req, nil)
 		for i, g := range x.Segments {
 			if present[i/8]>>(i%8)&1 != 0 {

@@ -452,6 +452,30 @@ func (q *queue) send(ctx context.Context, from source, to *direct, w *bundle.Wri
 	}
 }
 
+// sendPromoted writes what has been promoted, and may be sent, without waiting for more.
+func (q *queue) sendPromoted(ctx context.Context, from source, w *bundle.Writer, flush func() error) error {
+	var c chunk
+	defer c.close()
+	for {
+		q.mu.Lock()
+		c.frames = q.take(c.frames[:0])
+		sources := q.sources
+		q.mu.Unlock()
+		if len(c.frames) == 0 {
+			return nil
+		}
+		if err := from.fill(ctx, sources, false, &c); err != nil {
+			return err
+		}
+		if err := w.Sections(c.buf); err != nil {
+			return writeFailed{err}
+		}
+		if err := flush(); err != nil {
+			return writeFailed{err}
+		}
+	}
+}
+
 // sendDirect sends frames from their file.
 func (q *queue) sendDirect(to *direct, c *chunk) error {
 	offset := c.offset

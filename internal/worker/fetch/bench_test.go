@@ -272,7 +272,7 @@ func BenchmarkMemory(b *testing.B) {
 		copied := *plan
 		copied.Frames, copied.Segments = slices.Clone(plan.Frames), slices.Clone(plan.Segments)
 		s := &stream{p: p, frameOf: map[*arena.Arena][]uint32{}, bases: []int{0}, order: []*target{{arena: a}}}
-		if err := s.planned(context.Background(), &copied); err != nil {
+		if err := s.index(context.Background(), &copied); err != nil {
 			b.Fatal(err)
 		}
 		b.ReportMetric(float64(heap()-before)/files, "B/segment")

@@ -346,6 +346,7 @@ func TestAnything(t *testing.T) {
 				cutAt:   int64(rapid.OneOf(rapid.IntRange(1, 2000), rapid.IntRange(1, 1000000)).Draw(t, "cut")),
 				how:     rapid.SampledFrom([]string{"reset", "close", "stall"}).Draw(t, "how"),
 				shuffle: rapid.Uint64Range(0, 3).Draw(t, "shuffle"),
+				behind:  rapid.IntRange(0, 3).Draw(t, "pages after the plan"),
 			}
 			if rapid.IntRange(0, 3).Draw(t, "damage") == 0 {
 				sc.damage = map[int]bool{rapid.IntRange(0, 5).Draw(t, "damaged"): true}

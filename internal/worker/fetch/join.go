@@ -56,9 +56,13 @@ func (p *Pull) endJoins() {
 	p.joining.Wait()
 }
 
-// brings reports whether all that a read lacks comes with the startup set of a
-// service that has joined: then nothing is promoted for it. p.mu is held.
+// brings reports whether all that a read lacks comes with the startup sets of the
+// current stream, or with that of a service that has joined: then nothing is promoted for it.
+// p.mu is held.
 func (p *Pull) brings(r *reading) bool {
+	if p.current != nil && p.current.bringsPages(r) {
+		return true
+	}
 	return slices.ContainsFunc(p.joins, func(j *join) bool {
 		if j.asked {
 			return j.arena == nil || j.arena == r.arena
@@ -66,16 +70,9 @@ func (p *Pull) brings(r *reading) bool {
 		if j.blocks == nil || j.arena != r.arena {
 			return false
 		}
-		for b := r.off / arena.BlockSize; b*arena.BlockSize < r.off+r.n; b++ {
-			if !bit(j.blocks, b) && !r.arena.Present(b*arena.BlockSize, 1) {
-				return false
-			}
-		}
-		return true
+		return r.within(j.blocks)
 	})
 }
-
-func bit(m []uint64, i int64) bool { return int(i/64) < len(m) && m[i/64]>>(i%64)&1 != 0 }
 
 // expect says what comes: by runs, or, when nothing is known, nothing. What
 // waits for something else is promoted.
@@ -85,17 +82,7 @@ func (j *join) expect(runs []trace.Run) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if j.arena != nil && len(runs) > 0 {
-		l := j.arena.Layout()
-		blocks = make([]uint64, (l.Blocks()+63)/64)
-		for _, r := range runs {
-			at, ok := l.Offset(int(r.Content))
-			if !ok {
-				continue
-			}
-			for b := at/arena.BlockSize + int64(r.First); b < at/arena.BlockSize+int64(r.End()); b++ {
-				blocks[b/64] |= 1 << (b % 64)
-			}
-		}
+		blocks = markBlocks(nil, j.arena, runs)
 	}
 	j.asked, j.blocks = false, blocks
 	p.promoteWaiting()

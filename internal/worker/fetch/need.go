@@ -97,7 +97,7 @@ func (s *stream) want(a *arena.Arena, i int) bool {
 	case state&damaged != 0:
 		s.again()
 		return false
-	case state&(received|promoted) != 0, !s.p.hold.on && !s.far(frame):
+	case state&(received|promoted) != 0, !s.p.hold.on && s.comes == nil && !s.far(frame):
 		return false
 	}
 	s.promote(uint32(frame))

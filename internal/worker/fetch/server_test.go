@@ -151,6 +151,8 @@ type script struct {
 	pages   func(frame int, data []byte) []byte // what is sent of the frames of startup sets
 	lie     bool                                // about the bytes of the first page run that is no content
 	early   func()                              // called before the plan
+	behind  int                                 // frames of the last startup set that come after the plan
+	between func(left int, s *serving)          // called before each frame of the last startup set
 	header  func(*bundle.Writer)                // called before the images
 	noHold  bool                                // the server knows no holds
 }
@@ -311,26 +313,35 @@ func (s *server) pull(w http.ResponseWriter, r *http.Request) {
 	}
 	leave := map[segment.ID]bool{}
 	maps.Copy(leave, sc.leave)
-	traced := false
+	var pages func(between func(left int)) // sends those of the last startup set
 	for i, m := range images {
 		if req.Images[i].Startup {
-			s.startup(out, i, m, req, sc, leave)
-			traced = true
+			if pages != nil {
+				pages(func(int) {})
+			}
+			pages = s.startup(out, i, m, req, sc, leave)
 		}
-	}
-	if sc.early != nil {
-		out.Flush()
-		sc.early()
 	}
 	if req.Images[0].Header {
 		images = nil
 	}
 	plan, frames := s.plan(images, req, leave)
-	if sc.plan != nil {
-		sc.plan(plan)
+	planned := false
+	sendPlan := func() {
+		if planned {
+			return
+		}
+		planned = true
+		if sc.early != nil {
+			out.Flush()
+			sc.early()
+		}
+		if sc.plan != nil {
+			sc.plan(plan)
+		}
+		out.Plan(plan)
+		out.Flush()
 	}
-	out.Plan(plan)
-	out.Flush()
 	order := make([]uint32, len(frames))
 	for i := range order {
 		order[i] = uint32(i)
@@ -358,13 +369,7 @@ func (s *server) pull(w http.ResponseWriter, r *http.Request) {
 		out.Flush()
 		pos++
 	}
-	if traced && !sc.noHold && len(frames) > 0 {
-		serving.hold(r.Context(), req.Hold, send)
-	}
-	for _, f := range order {
-		if sc.before != nil {
-			sc.before(pos, serving)
-		}
+	sendPromoted := func() {
 		serving.mu.Lock()
 		promoted := serving.promoted
 		serving.promoted = nil
@@ -372,14 +377,36 @@ func (s *server) pull(w http.ResponseWriter, r *http.Request) {
 		for _, f := range promoted {
 			send(f)
 		}
+	}
+	if pages != nil {
+		pages(func(left int) {
+			if left <= sc.behind {
+				sendPlan()
+			}
+			if sc.between != nil {
+				sc.between(left, serving)
+			}
+			sendPromoted()
+		})
+	}
+	sendPlan()
+	if pages != nil && !sc.noHold && len(frames) > 0 {
+		serving.hold(r.Context(), req.Hold, send)
+	}
+	for _, f := range order {
+		if sc.before != nil {
+			sc.before(pos, serving)
+		}
+		sendPromoted()
 		send(f)
 	}
 	out.End()
 }
 
-// startup sends what the worker lacks of an image's startup set, and adds to
-// leave the segments whose pages it then has.
-func (s *server) startup(out *bundle.Writer, index int, m *image, req *bundle.Request, sc script, leave map[segment.ID]bool) {
+// startup says what the worker lacks of an image's startup set, and adds to
+// leave the segments whose pages it then has. pages sends it, and calls between before each frame
+// with how many are left.
+func (s *server) startup(out *bundle.Writer, index int, m *image, req *bundle.Request, sc script, leave map[segment.ID]bool) (pages func(between func(left int))) {
 	type page struct{ content, page uint32 }
 	here, late := map[page]bool{}, map[page]bool{}
 	for _, h := range req.Have {
@@ -464,16 +491,6 @@ func (s *server) startup(out *bundle.Writer, index int, m *image, req *bundle.Re
 	set.Filled = min(m.filled, len(set.Frames))
 	out.Startup(set, m.toc)
 	out.Flush()
-	for i, data := range frames {
-		if sc.pages != nil {
-			data = sc.pages(i, data)
-		}
-		out.Pages(index, uint32(i), data)
-		out.Flush()
-		s.mu.Lock()
-		s.pages++
-		s.mu.Unlock()
-	}
 	for c, content := range m.toc.Contents {
 		for _, seg := range m.toc.Segments[content.First : content.First+content.Segments] {
 			all := true
@@ -483,6 +500,19 @@ func (s *server) startup(out *bundle.Writer, index int, m *image, req *bundle.Re
 			if all {
 				leave[seg.ID] = true
 			}
+		}
+	}
+	return func(between func(left int)) {
+		for i, data := range frames {
+			between(len(frames) - i)
+			if sc.pages != nil {
+				data = sc.pages(i, data)
+			}
+			out.Pages(index, uint32(i), data)
+			out.Flush()
+			s.mu.Lock()
+			s.pages++
+			s.mu.Unlock()
 		}
 	}
 }

@@ -39,6 +39,7 @@ func (s *stream) startup(ctx context.Context, v *bundle.Startup) error {
 	}
 	p.pagesTotal.Add(v.ContentBytes())
 	s.sets[v.Index] = taken
+	s.left += len(v.Frames)
 	return nil
 }
 

@@ -233,6 +233,95 @@ func TestStartupPromotes(t *testing.T) {
 	})
 }
 
+// TestEarlyPlan has reads wait while a startup set comes: what is not in it is promoted by the plan that
+// came among its pages, and comes before the last of them; what is in it is not promoted.
+func TestEarlyPlan(t *testing.T) {
+	m, small, large, whole := startupImage(t)
+	m.startup = [][]trace.Run{
+		{{Content: small, First: 0, Blocks: 2}}, {{Content: whole, First: 0, Blocks: 3}}, {{Content: large, First: 10, Blocks: 1}},
+	}
+	with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
+		c := s.client(t, ClientOptions{})
+		defer c.Close()
+		o := startupOptions(w, c, 1)
+		var p *Pull
+		need := func(page int64) chan error {
+			a := w.arena(t, m)
+			at, _ := a.Layout().Offset(int(large))
+			done := make(chan error, 1)
+			go func() { done <- p.Need(context.Background(), a, at+page*4096, 4096) }()
+			return done
+		}
+		start := make(chan struct{})
+		var brought, lacking, another chan error
+		s.scripts = []script{{
+			behind: 3,
+			between: func(left int, serving *serving) {
+				switch left {
+				case 3:
+					<-start
+				case 2:
+					<-serving.arrived // since the first frame has come
+				case 1:
+					if err := <-lacking; err != nil {
+						t.Error(err)
+					}
+					another = need(200)
+					<-serving.arrived // at once
+				}
+			},
+			before: func(pos int, _ *serving) {
+				if pos < 2 {
+					t.Errorf("%d frames came among the pages, want 2", pos)
+				}
+			},
+		}}
+		p = Start(t.Context(), o)
+		brought, lacking = need(10), need(400)
+		until(t, "two reads wait", func() bool { p.mu.Lock(); defer p.mu.Unlock(); return len(p.wanted) == 2 })
+		close(start)
+		err := p.Wait()
+		if err := errors.Join(err, <-brought, <-another); err != nil {
+			t.Fatal(err)
+		}
+		w.check()
+		if len(s.promotions) != 2 || len(s.promotions[0]) != 1 || len(s.promotions[1]) != 1 {
+			t.Errorf("promoted %v, want two frames", s.promotions)
+		}
+		if first := s.requests[0]; !first.EarlyPlan {
+			t.Error("the plan was not asked for early")
+		}
+	})
+}
+
+// TestEarlyPlanUnused: nothing waits, and nothing is different.
+func TestEarlyPlanUnused(t *testing.T) {
+	m, _, _, _ := startupImage(t)
+	for behind := range 3 {
+		with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
+			c := s.client(t, ClientOptions{})
+			defer c.Close()
+			s.scripts = []script{{behind: behind}}
+			o := startupOptions(w, c, 1)
+			told := 0
+			o.Early = func(startup Startup) {
+				told++
+				if startup.Raw != startup.Total {
+					t.Errorf("told that the set has come when %d of %d bytes had", startup.Raw, startup.Total)
+				}
+			}
+			p := Start(t.Context(), o)
+			if err := p.Wait(); err != nil {
+				t.Fatal(err)
+			}
+			w.check()
+			if told != 1 || len(s.promotions) > 0 {
+				t.Errorf("told %d times, promoted %v", told, s.promotions)
+			}
+		})
+	}
+}
+
 // TestStartupResume cuts a stream in its startup set: what has arrived is said,
 // and not sent again, also when the header leaves the TOC out.
 func TestStartupResume(t *testing.T) {

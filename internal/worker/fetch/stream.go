@@ -30,6 +30,8 @@ type stream struct {
 	plan  *bundle.Plan
 	sets  map[int]*set // startup sets, by index in the request
 	hold  bool         // the server was asked to hold the plan's frames back
+	left  int          // frames of startup sets that are still to come
+	early *bundle.Plan // came among them, and nothing of it was needed so far (early.go)
 	// claims are what the request said arrived damaged.
 	claims []segment.ID
 	// foreign are planned segments whose own arena has no place for them. They
@@ -39,6 +41,8 @@ type stream struct {
 	frameOf map[*arena.Arena][]uint32
 
 	// The rest is guarded by p.mu.
+	// comes are the blocks of arenas that are in startup sets, while these come; nil after that.
+	comes map[*arena.Arena][]uint64
 	state []frameState // of the plan's frames
 	next  int          // frames before it have been sent, but for those promoted
 	bad   int          // frames that were damaged
@@ -60,7 +64,7 @@ func (p *Pull) stream(stalls int) (err error) {
 	ctx, cancel := context.WithCancelCause(p.ctx)
 	defer cancel(nil)
 	req := p.request()
-	req.Hold = p.holdLeft()
+	req.Hold, req.EarlyPlan = p.holdLeft(), true
 	resp, err := p.opts.Client.post(ctx, bundle.PullPath, &req)
 	if err != nil {
 		return err
@@ -151,9 +155,14 @@ func (s *stream) read(ctx context.Context, resp io.Reader, req *bundle.Request) 
 				return err
 			}
 		case *bundle.Plan:
-			if err := s.planned(ctx, v); err != nil {
+			if s.left > 0 {
+				s.expectPages(v)
+				break
+			}
+			if err := s.index(ctx, v); err != nil {
 				return err
 			}
+			s.begin()
 		case *bundle.Startup:
 			if err := s.startup(ctx, v); err != nil {
 				return err
@@ -164,32 +173,33 @@ func (s *stream) read(ctx context.Context, resp io.Reader, req *bundle.Request) 
 			}
 		case *bundle.Pages:
 			p.pagesMoved.Add(int64(len(v.Data)))
-			j := job{stream: s, set: s.sets[v.Image], frame: v.Frame, data: v.Data, buffer: held}
-			if later, now := p.keep(j); later {
-				if j = now; j.reads == nil {
-					continue
-				}
-			} else {
-				held = nil
+			err := s.keepOrHand(ctx, job{stream: s, set: s.sets[v.Image], frame: v.Frame, data: v.Data, buffer: held}, &held)
+			if err != nil {
+				return err
 			}
-			if err := s.hand(ctx, j); err != nil {
+			if err := s.pagesCame(ctx); err != nil {
 				return err
 			}
 		case *bundle.Frame:
-			s.arrived(v.Index)
-			j := job{stream: s, frame: v.Index, data: v.Data, buffer: held}
-			if later, now := p.keep(j); later {
-				if j = now; j.reads == nil {
-					continue
-				}
-			} else {
-				held = nil
+			if err := s.useEarly(ctx); err != nil {
+				return err
 			}
-			if err := s.hand(ctx, j); err != nil {
+			s.arrived(v.Index)
+			if err := s.keepOrHand(ctx, job{stream: s, frame: v.Index, data: v.Data, buffer: held}, &held); err != nil {
 				return err
 			}
 		}
 	}
+}
+
+// keepOrHand keeps a frame, or gives it to a worker, who gets its buffer: held is nil then.
+func (s *stream) keepOrHand(ctx context.Context, j job, held **buffer) error {
+	if later, now := s.p.keep(j); !later {
+		*held = nil
+	} else if j = now; j.reads == nil {
+		return nil
+	}
+	return s.hand(ctx, j)
 }
 
 // hand gives a job to a worker.
@@ -269,11 +279,11 @@ func (p *Pull) open(ctx context.Context, img *bundle.Image) (*target, error) {
 	return t, nil
 }
 
-// planned finds out where the frames' segments belong. It takes the place of
+// index finds out where the frames' segments belong. It takes the place of
 // Plan.Check: every segment is verified against the arena's layout when it is
 // written, so the plan need only be consistent.
-func (s *stream) planned(ctx context.Context, plan *bundle.Plan) error {
-	s.plan = plan
+func (s *stream) index(ctx context.Context, plan *bundle.Plan) error {
+	s.plan, s.early = plan, nil
 	for _, t := range s.order {
 		if t.arena != nil && s.frameOf[t.arena] == nil {
 			f := make([]uint32, t.layout().Segments())
@@ -329,8 +339,16 @@ func (s *stream) planned(ctx context.Context, plan *bundle.Plan) error {
 			return fmt.Errorf("%w: frame %d of the plan has %d bytes, its segments %d", bundle.ErrCorrupt, frame, f.RawLength, raw)
 		}
 	}
+	s.p.mu.Lock()
+	defer s.p.mu.Unlock()
+	s.state = make([]frameState, len(plan.Frames))
+	return nil
+}
+
+// begin goes on from the startup sets to the plan.
+func (s *stream) begin() {
 	p := s.p
-	p.total.Store(p.moved.Load() + plan.MaxBytes)
+	p.total.Store(p.moved.Load() + s.plan.MaxBytes)
 	// Whoever waits for pages of a startup set has them once the workers are
 	// done with what has been read; nothing is promoted for it.
 	s.jobs.Wait()
@@ -342,13 +360,12 @@ func (s *stream) planned(ctx context.Context, plan *bundle.Plan) error {
 	for _, t := range s.order {
 		t.toc = nil
 	}
-	s.state = make([]frameState, len(plan.Frames))
+	s.comes = nil
 	p.current, p.trouble = s, trouble{}
 	p.told(s.claims)
 	s.beginHold()
 	p.planOnce.Do(func() { close(p.planned) })
 	p.promoteWaiting()
-	return nil
 }
 
 func errHole(frame int) error {

@@ -1,0 +1,89 @@
+package bundles
+
+import (
+	"context"
+
+	"hydrofoil.dev/foil/internal/server/planner"
+	"hydrofoil.dev/foil/internal/server/startup"
+)
+
+// plan is the plan of a pull, which is made in the background.
+type plan struct {
+	p    *pull
+	done chan struct{} // closed when it has been made
+	made *planner.Plan // nil, with err, if it cannot be
+	err  error
+	sent bool
+}
+
+// plan begins to make the plan of what d says.
+func (p *pull) plan(ctx context.Context, d *planner.Difference, wants []planner.Want, encoded [][]byte, sets []*startup.Set, deliveries []*startup.Delivery) *plan {
+	l := &plan{p: p, done: make(chan struct{})}
+	go func() {
+		defer close(l.done)
+		for i, m := range p.images {
+			if wants[i].Header {
+				continue
+			}
+			var guess planner.Order
+			if guess, l.err = p.h.order(ctx, m, wants[i].Index, encoded[i]); l.err != nil {
+				return
+			}
+			d.SetOrder(i, orderOf(wants[i].Index, guess, sets[i], deliveries[i] != nil))
+		}
+		l.made = d.Plan()
+	}()
+	return l
+}
+
+// wait waits until it has been made, or cannot be.
+func (l *plan) wait() { <-l.done }
+
+// ready reports whether it has been made.
+func (l *plan) ready() bool {
+	select {
+	case <-l.done:
+		return l.err == nil
+	default:
+		return false
+	}
+}
+
+// send sends it, once.
+func (l *plan) send() error {
+	if l.sent {
+		return nil
+	}
+	l.sent = true
+	l.p.makeAnew(l.made.Sources)
+	l.p.queue.start(l.made.Sources)
+	if err := l.p.w.Plan(&l.made.Wire); err != nil {
+		return writeFailed{err}
+	}
+	if err := l.p.flush(); err != nil {
+		return writeFailed{err}
+	}
+	return nil
+}
+
+// early is what goes between two pieces of a startup set for a worker that takes it there
+// (bundle.Request.EarlyPlan): the plan, as soon as there is one, and what has been promoted since.
+func (l *plan) early(ctx context.Context) error {
+	if !l.p.req.EarlyPlan || !l.ready() {
+		return nil
+	}
+	if err := l.send(); err != nil {
+		return err
+	}
+	return l.p.suspectAll(l.p.queue.sendPromoted(ctx, l.p.h.frames, l.p.w, l.p.flush))
+}
+
+// suspectAll passes on an error of frames of the plan, which may be any image's.
+func (p *pull) suspectAll(err error) error {
+	if isDamage(err) {
+		for _, m := range p.images {
+			p.h.suspect(m)
+		}
+	}
+	return err
+}
