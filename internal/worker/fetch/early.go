@@ -16,7 +16,7 @@ import (
 // what is planned belongs, which a start that finds all of its pages can do without: it waits until a read
 // needs it, or the pages have come.
 
-// expectPages takes a plan before the last pages.
+// expectPages takes the plan, after which pages may come.
 func (s *stream) expectPages(plan *bundle.Plan) {
 	comes := make(map[*arena.Arena][]uint64)
 	for _, set := range s.sets {
@@ -29,21 +29,24 @@ func (s *stream) expectPages(plan *bundle.Plan) {
 	s.early, s.comes = plan, comes
 }
 
-// pagesCame counts a frame of a startup set, and goes on to the plan after the last one.
-func (s *stream) pagesCame(ctx context.Context) error {
-	s.left--
+// goOn uses the plan when that is due: with the last frame of the startup sets, and for reads that
+// lack what these do not bring.
+func (s *stream) goOn(ctx context.Context) error {
 	switch {
 	case s.plan == nil && s.early == nil: // the plan comes later
 		return nil
 	case s.left > 0 && (s.early == nil || !s.lacksPages()):
 		return nil
 	}
-	if err := s.useEarly(ctx); err != nil {
-		return err
+	if s.left > 0 {
+		return s.useEarly(ctx)
 	}
-	if s.left == 0 {
-		s.begin()
+	if s.early != nil {
+		if err := s.index(ctx, s.early); err != nil {
+			return err
+		}
 	}
+	s.begin()
 	return nil
 }
 

@@ -155,14 +155,10 @@ func (s *stream) read(ctx context.Context, resp io.Reader, req *bundle.Request) 
 				return err
 			}
 		case *bundle.Plan:
-			if s.left > 0 {
-				s.expectPages(v)
-				break
-			}
-			if err := s.index(ctx, v); err != nil {
+			s.expectPages(v)
+			if err := s.goOn(ctx); err != nil {
 				return err
 			}
-			s.begin()
 		case *bundle.Startup:
 			if err := s.startup(ctx, v); err != nil {
 				return err
@@ -177,7 +173,8 @@ func (s *stream) read(ctx context.Context, resp io.Reader, req *bundle.Request) 
 			if err != nil {
 				return err
 			}
-			if err := s.pagesCame(ctx); err != nil {
+			s.left--
+			if err := s.goOn(ctx); err != nil {
 				return err
 			}
 		case *bundle.Frame:
