@@ -116,20 +116,27 @@ func next[T any](t *testing.T, s *slowStream) T {
 	return v
 }
 
-// TestAhead has a stream wait for the startup set of another, but for what is
-// promoted of it.
-func TestAhead(t *testing.T) {
-	s := start(t, nil)
+// fortyFiles makes app:1, an image of forty large files, and records that a service touches the first
+// so many of them.
+func (s *server) fortyFiles(t *testing.T, service string, touches int) {
+	t.Helper()
 	files := plannertest.Files{}
 	for i := range 40 {
 		files[fmt.Sprintf("/f%02d", i)] = text(uint64(10+i), 200_000)
 	}
 	_, x := s.image(t, "app", "1", files, ocispec.ImageConfig{})
 	var touched []trace.Run
-	for i := range 6 {
+	for i := range touches {
 		touched = append(touched, pagesOf(t, x, fmt.Sprintf("/f%02d", i), 0, 0))
 	}
-	s.record(t, "app", "1", x, []string{"second"}, touched...)
+	s.record(t, "app", "1", x, []string{service}, touched...)
+}
+
+// TestAhead has a stream wait for the startup set of another, but for what is
+// promoted of it.
+func TestAhead(t *testing.T) {
+	s := start(t, nil)
+	s.fortyFiles(t, "second", 6)
 
 	first := s.slow(t, request("app", "1"))
 	hello := next[*bundle.Hello](t, first)

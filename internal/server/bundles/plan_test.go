@@ -2,33 +2,19 @@ package bundles_test
 
 import (
 	"errors"
-	"fmt"
 	"io"
 	"slices"
 	"testing"
 	"time"
 
-	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
-
 	"hydrofoil.dev/foil/internal/format/bundle"
-	"hydrofoil.dev/foil/internal/format/trace"
-	"hydrofoil.dev/foil/internal/server/planner/plannertest"
 )
 
 // TestEarlyPlan: the plan goes among the pages of a startup set, and what is promoted then goes before
 // the rest of them; nothing else does, and who does not take that does not get it.
 func TestEarlyPlan(t *testing.T) {
 	s := start(t, nil)
-	files := plannertest.Files{}
-	for i := range 40 {
-		files[fmt.Sprintf("/f%02d", i)] = text(uint64(10+i), 200_000)
-	}
-	_, x := s.image(t, "app", "1", files, ocispec.ImageConfig{})
-	var touched []trace.Run
-	for i := range 20 {
-		touched = append(touched, pagesOf(t, x, fmt.Sprintf("/f%02d", i), 0, 0))
-	}
-	s.record(t, "app", "1", x, []string{"serve"}, touched...)
+	s.fortyFiles(t, "serve", 20)
 
 	late := s.slow(t, startupRequest("app", "1", []string{"serve"}))
 	next[*bundle.Hello](t, late)
