@@ -14,7 +14,7 @@
 //	nydus         containerd and Nydus' snapshotter and nydusd (FUSE), images converted, with a prefetch table
 //	curl          a plain download of the compressed layers, run by nobody
 //
-// and T*, the floor, which is no engine: see MeasureFloor and WarmStart.
+// and T*, the floor, which is no engine: see MeasureFloor and WarmStarts.
 //
 // The same is equal for all: the registry (one foil serve, which is an OCI
 // registry to whoever asks as a client of one), containerd, runc, the link, the

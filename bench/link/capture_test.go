@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/binary"
+	"fmt"
 	"io"
 	"net"
 	"net/http"
@@ -183,8 +184,12 @@ func FuzzCapture(f *testing.F) {
 // TestCaptureOfLink counts what the kernel sends for requests of which one waits
 // for the other, by HTTP/1 and by HTTP/2.
 func TestCaptureOfLink(t *testing.T) {
-	needLink(t)
-	l := open(t, Options{RTT: 20 * time.Millisecond, Rate: 100e6})
+	for _, options := range []Options{{RTT: 20 * time.Millisecond, Rate: 100e6}, {}} {
+		t.Run(fmt.Sprintf("%v", options.RTT), func(t *testing.T) { captureOf(t, open(t, options)) })
+	}
+}
+
+func captureOf(t *testing.T, l *Link) {
 	listener, err := l.Listen(Cloud, "tcp4", "192.0.2.1:5000")
 	if err != nil {
 		t.Fatal(err)

@@ -1,7 +1,8 @@
 // Package link joins two network namespaces by an emulated wide-area link, so
 // that a registry and a worker on one machine are as far apart as one likes.
 //
-// Each namespace has a TUN device; what leaves one enters the other later:
+// A link without rate, delay and loss is a pair of the kernel's virtual Ethernet devices
+// (see wire). Otherwise each namespace has a TUN device; what leaves one enters the other later:
 //
 //	cloud: foil0 ─▶ admit ─▶ queue (Rate, Queue) ─▶ line (RTT/2) ─▶ foil0 :edge
 //	                  └─ drop: Loss, or the queue is full
@@ -101,6 +102,7 @@ type Link struct {
 	ns      [2]*namespace
 	tun     [2]*os.File
 	pipe    [2]*pipe // pipe[s] carries what side s sends
+	wire    *wire    // in place of both, if nothing is emulated
 	capture *capture
 	running sync.WaitGroup
 	close   func() error // once
@@ -130,6 +132,16 @@ func New(ctx context.Context, options Options) (_ *Link, err error) {
 		if l.ns[side], err = newNamespace(options.Names[side]); err != nil {
 			return nil, err
 		}
+	}
+	if options.Rate == 0 && options.RTT == 0 && options.Loss == 0 {
+		if l.wire, err = newWire(l.ns, options, l.capture); err != nil {
+			return nil, err
+		}
+		l.running.Go(l.wire.watch)
+		l.unwatch = context.AfterFunc(ctx, func() { l.Close() })
+		return l, nil
+	}
+	for side := range l.ns {
 		if l.tun[side], err = openTUN(l.ns[side], options.Addresses[side], options.MTU); err != nil {
 			return nil, err
 		}
@@ -142,9 +154,7 @@ func New(ctx context.Context, options Options) (_ *Link, err error) {
 	l.pipe[Edge].sent, l.pipe[Cloud].received = l.capture.sent, l.capture.received
 	for _, p := range l.pipe {
 		l.running.Go(p.read)
-		if p.queues() {
-			l.running.Go(p.deliver)
-		}
+		l.running.Go(p.deliver)
 	}
 	l.unwatch = context.AfterFunc(ctx, func() { l.Close() })
 	return l, nil
@@ -160,6 +170,9 @@ func (l *Link) Close() error {
 }
 
 func (l *Link) shutdown() error {
+	if l.wire != nil {
+		l.wire.stop()
+	}
 	for _, p := range l.pipe {
 		if p != nil {
 			p.stop()
@@ -167,6 +180,9 @@ func (l *Link) shutdown() error {
 	}
 	l.running.Wait()
 	var errs []error
+	if l.wire != nil {
+		errs = append(errs, l.wire.close(), unplug(l.ns[Edge]))
+	}
 	for _, p := range l.pipe {
 		if p != nil {
 			errs = append(errs, p.close())
@@ -242,10 +258,20 @@ type Stats struct {
 }
 
 // Stats says what became of what a side sent.
-func (l *Link) Stats(from Side) Stats { return l.pipe[from].stats() }
+func (l *Link) Stats(from Side) Stats {
+	if l.wire != nil {
+		return l.wire.stats(from)
+	}
+	return l.pipe[from].stats()
+}
 
 // Capture counts the edge's conversations with the cloud since New.
-func (l *Link) Capture() Capture { return l.capture.now() }
+func (l *Link) Capture() Capture {
+	if l.wire != nil {
+		l.wire.count()
+	}
+	return l.capture.now()
+}
 
 // Options are those of New, with the defaults filled in.
 func (l *Link) Options() Options { return l.options }

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -102,6 +103,27 @@ func TestNoFasterThanTheLink(t *testing.T) {
 			t.Logf("%d bytes in %v, %+v", n, took, s)
 		})
 	}
+}
+
+// A link without limits has no emulator; what goes by is counted all the same.
+func TestWireCounts(t *testing.T) {
+	l := open(t, Options{})
+	const n = 64 << 20
+	began := l.Stats(Cloud)
+	took, err := transfer(t.Context(), l, n)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := l.Stats(Cloud)
+	packets, bytes := s.Packets-began.Packets, s.Bytes-began.Bytes
+	// 1448 bytes of payload a packet, with 52 of headers, where none is shorter or comes again.
+	if least := int64(n/1448) + 1; packets < least || packets > least+least/50 || bytes < n+least*52 || bytes > n+packets*60 {
+		t.Errorf("%d bytes of payload were counted as %d packets of %d bytes", n, packets, bytes)
+	}
+	if back := l.Stats(Edge); back.Packets < 3 || back.Bytes < 40*back.Packets || back.Bytes > 100*back.Packets {
+		t.Errorf("on the way back: %+v", back)
+	}
+	t.Logf("%d bytes in %v, %d packets, %d bytes", n, took, packets, bytes)
 }
 
 // A queue with room for little makes TCP lose segments, also out of the middle
@@ -223,14 +245,24 @@ func TestDoComesBack(t *testing.T) {
 
 func TestCloseLeavesNothing(t *testing.T) {
 	needLink(t)
-	for _, how := range []string{"close", "context"} {
+	for _, how := range []string{"close", "context", "wire"} {
 		t.Run(how, func(t *testing.T) {
 			ctx, cancel := context.WithCancel(t.Context())
 			defer cancel()
-			l, err := New(ctx, Options{RTT: 300 * time.Millisecond, Rate: 1e6})
+			options := Options{RTT: 300 * time.Millisecond, Rate: 1e6}
+			if how == "wire" {
+				options = Options{}
+			}
+			l, err := New(ctx, options)
 			if err != nil {
 				t.Fatal(err)
 			}
+			// A process that runs on keeps its namespace.
+			kept, err := os.Open(l.Namespace(Cloud))
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer kept.Close()
 			conn, err := l.DialContext(ctx, Edge, "udp4", "192.0.2.1:9")
 			if err != nil {
 				t.Fatal(err)
@@ -243,6 +275,15 @@ func TestCloseLeavesNothing(t *testing.T) {
 			}
 			if err := l.Close(); err != nil {
 				t.Fatal(err)
+			}
+			err = (&namespace{fd: int(kept.Fd())}).do(func() error {
+				if left, err := net.InterfaceByName(deviceName); err == nil {
+					t.Errorf("%+v is left", left)
+				}
+				return nil
+			})
+			if err != nil {
+				t.Error(err)
 			}
 			for _, side := range []Side{Cloud, Edge} {
 				if _, err := os.Stat(l.Namespace(side)); !errors.Is(err, os.ErrNotExist) {

@@ -22,12 +22,11 @@ const (
 // pipe is one direction: the rate-limited queue, then the line. One goroutine
 // (read) puts packets in, with the time at which each is due at the far end;
 // since all take equally long on the line, that order is the order of arrival,
-// and one goroutine (deliver) takes them out. A line without rate and delay has no queue:
-// read writes each packet to the far device, out of the buffer that it was read into.
+// and one goroutine (deliver) takes them out.
 type pipe struct {
 	options Options
 	in, out *os.File
-	alarm   *os.File // a timer, timerfd_create(2), that wakes deliver; nil without a queue
+	alarm   *os.File // a timer, timerfd_create(2), that wakes deliver
 	timer   int      // its descriptor, open until close
 	epoch   time.Time
 
@@ -56,20 +55,15 @@ type due struct {
 
 func newPipe(options Options, stream uint64, in, out *os.File) (*pipe, error) {
 	p := &pipe{options: options, in: in, out: out, epoch: time.Now(), dice: rand.New(rand.NewPCG(options.Seed, stream))}
-	if p.queues() {
-		// Unlike those of the runtime, which are a millisecond coarse when idle, such a timer is exact;
-		// and no thread of its own waits for it.
-		fd, err := unix.TimerfdCreate(unix.CLOCK_MONOTONIC, unix.TFD_NONBLOCK|unix.TFD_CLOEXEC)
-		if err != nil {
-			return nil, fmt.Errorf("link: timerfd: %w", err)
-		}
-		p.alarm, p.timer = os.NewFile(uintptr(fd), "timerfd"), fd
+	// Unlike those of the runtime, which are a millisecond coarse when idle, such a timer is exact;
+	// and no thread of its own waits for it.
+	fd, err := unix.TimerfdCreate(unix.CLOCK_MONOTONIC, unix.TFD_NONBLOCK|unix.TFD_CLOEXEC)
+	if err != nil {
+		return nil, fmt.Errorf("link: timerfd: %w", err)
 	}
+	p.alarm, p.timer = os.NewFile(uintptr(fd), "timerfd"), fd
 	return p, nil
 }
-
-// queues reports whether packets wait, for the line or on it.
-func (p *pipe) queues() bool { return p.options.Rate > 0 || p.options.RTT > 0 }
 
 func (p *pipe) now() time.Duration { return time.Since(p.epoch) }
 
@@ -136,11 +130,6 @@ func (p *pipe) admit(pkt packet) {
 // charged: their last bit leaves at p.busy and arrives half a round trip later.
 func (p *pipe) queue(pkt packet, s shape, first, end int, bytes int64) {
 	d := due{at: p.busy + p.options.RTT/2, packets: int64(end - first), bytes: bytes}
-	if !p.queues() {
-		d.packet = pkt.slice(s, first, end, func(n int) packet { return make(packet, 0, n) })
-		p.write(d)
-		return
-	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if d.packet = pkt.slice(s, first, end, p.spare.take); first == 0 && end == s.count {
@@ -260,18 +249,11 @@ func (s *spare) put(p packet) {
 // stop has read and deliver end.
 func (p *pipe) stop() {
 	p.in.SetReadDeadline(time.Unix(1, 0))
-	if p.alarm != nil {
-		p.alarm.SetReadDeadline(time.Unix(1, 0))
-	}
+	p.alarm.SetReadDeadline(time.Unix(1, 0))
 }
 
 // close is called when read and deliver have ended.
-func (p *pipe) close() error {
-	if p.alarm == nil {
-		return nil
-	}
-	return p.alarm.Close()
-}
+func (p *pipe) close() error { return p.alarm.Close() }
 
 func (p *pipe) stats() Stats {
 	return Stats{

@@ -40,19 +40,9 @@ func openTUN(ns *namespace, address netip.Prefix, mtu int) (tun *os.File, err er
 		if err := unix.IoctlSetInt(fd, unix.TUNSETOFFLOAD, tunChecksum|tunTSO4); err != nil {
 			return fmt.Errorf("TUNSETOFFLOAD: %w", err)
 		}
-		ip, mask := address.Addr().As4(), [4]byte{}
-		for i := range address.Bits() {
-			mask[i/8] |= 1 << (7 - i%8)
-		}
-		return ioctls(deviceName,
-			ioctl{"SIOCSIFADDR", unix.SIOCSIFADDR, func(ifr *unix.Ifreq) { ifr.SetInet4Addr(ip[:]) }},
-			ioctl{"SIOCSIFNETMASK", unix.SIOCSIFNETMASK, func(ifr *unix.Ifreq) { ifr.SetInet4Addr(mask[:]) }},
-			ioctl{"SIOCSIFMTU", unix.SIOCSIFMTU, func(ifr *unix.Ifreq) { ifr.SetUint32(uint32(mtu)) }},
-			// The queue that drops is ours; the device's own, in packets of
-			// up to 64 KiB, must never be what is full.
-			ioctl{"SIOCSIFTXQLEN", unix.SIOCSIFTXQLEN, func(ifr *unix.Ifreq) { ifr.SetUint32(10000) }},
-			ioctl{"SIOCSIFFLAGS", unix.SIOCSIFFLAGS, func(ifr *unix.Ifreq) { ifr.SetUint16(unix.IFF_UP) }},
-		)
+		// The queue that drops is ours; the device's own, in packets of
+		// up to 64 KiB, must never be what is full.
+		return bringUp(address, mtu, ioctl{"SIOCSIFTXQLEN", unix.SIOCSIFTXQLEN, func(ifr *unix.Ifreq) { ifr.SetUint32(10000) }})
 	})
 	if err != nil {
 		if tun != nil {
@@ -61,6 +51,21 @@ func openTUN(ns *namespace, address netip.Prefix, mtu int) (tun *os.File, err er
 		return nil, fmt.Errorf("link: TUN device in %s: %w", ns.path, err)
 	}
 	return tun, nil
+}
+
+// bringUp gives the device of the calling thread's namespace its address and whatever else is asked
+// for, and brings it up.
+func bringUp(address netip.Prefix, mtu int, more ...ioctl) error {
+	ip, mask := address.Addr().As4(), [4]byte{}
+	for i := range address.Bits() {
+		mask[i/8] |= 1 << (7 - i%8)
+	}
+	list := append([]ioctl{
+		{"SIOCSIFADDR", unix.SIOCSIFADDR, func(ifr *unix.Ifreq) { ifr.SetInet4Addr(ip[:]) }},
+		{"SIOCSIFNETMASK", unix.SIOCSIFNETMASK, func(ifr *unix.Ifreq) { ifr.SetInet4Addr(mask[:]) }},
+		{"SIOCSIFMTU", unix.SIOCSIFMTU, func(ifr *unix.Ifreq) { ifr.SetUint32(uint32(mtu)) }},
+	}, more...)
+	return ioctls(deviceName, append(list, ioctl{"SIOCSIFFLAGS", unix.SIOCSIFFLAGS, func(ifr *unix.Ifreq) { ifr.SetUint16(unix.IFF_UP) }})...)
 }
 
 type ioctl struct {

@@ -96,7 +96,7 @@ type Check struct {
 	Err      string        `json:"error,omitempty"`
 }
 
-// Warm is the warm start of an image, as engines.WarmStart has it, among the runs of a
+// Warm is the warm start of an image, as engines.WarmStarts has it, among the runs of a
 // round: times of a round are compared with T* of that round.
 type Warm struct {
 	Image string        `json:"image"`
@@ -105,7 +105,10 @@ type Warm struct {
 	Rate  int64         `json:"rate"`
 	Rep   int           `json:"rep"`
 	Began time.Time     `json:"began"`
-	Time  time.Duration `json:"warm_ns"`
+	Time  time.Duration `json:"warm_ns"` // the fastest of All
+	// All are in the order in which they were made; results of before 2026-11-23 have none. What a
+	// start takes on a machine that others slow down is compared with their median, not with the fastest.
+	All []time.Duration `json:"all_ns,omitempty"`
 }
 
 // Kind is what a worker had before a run.

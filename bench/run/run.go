@@ -587,7 +587,7 @@ func (m *matrix) warm(ctx context.Context, s *site.Site, se session) error {
 		w := results.Warm{Image: k.Image, Kind: k.Kind, RTT: k.RTT, Rate: k.Rate, Rep: k.Rep, Began: time.Now().UTC()}
 		limited, cancel := context.WithTimeoutCause(ctx, m.Timeout, site.ErrTooLong)
 		var err error
-		w.Time, err = engines.WarmStart(limited, s, im, m.state.tree(im.Name))
+		w.All, err = engines.WarmStarts(limited, s, im, m.state.tree(im.Name))
 		cancel()
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
@@ -596,6 +596,7 @@ func (m *matrix) warm(ctx context.Context, s *site.Site, se session) error {
 			m.log("no warm start of %s: %v", im.Name, err)
 			continue
 		}
+		w.Time = slices.Min(w.All)
 		if err := m.out.PutWarm(w); err != nil {
 			return err
 		}
