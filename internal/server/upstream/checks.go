@@ -60,13 +60,15 @@ func (a *Accelerator) share(ctx context.Context, c *checks, key string, fresh bo
 func (c *checks) work(ctx context.Context, key string, p *pair) {
 	for r := p.running; r != nil; {
 		r.value, r.err = r.run(ctx)
-		close(r.done)
 		c.mu.Lock()
+		ended := r
 		p.running, p.next = p.next, nil
 		r = p.running
 		if r == nil {
 			delete(c.m, key)
 		}
 		c.mu.Unlock()
+		// Only now: whoever has its answer and asks again gets another one.
+		close(ended.done)
 	}
 }
