@@ -57,6 +57,36 @@ func NewFanotifyGroup() (*os.File, error) {
 	return os.NewFile(uintptr(fd), "fanotify"), nil
 }
 
+// Unpolled returns f under another descriptor, which the Go runtime does not wait for by
+// itself, and closes f: whoever reads it waits by poll(2), on a thread of its own. A
+// goroutine that the runtime wakes up when there is something to read costs a third more. The
+// file stays non-blocking.
+func Unpolled(f *os.File) (*os.File, error) {
+	conn, err := f.SyscallConn()
+	if err != nil {
+		return nil, fmt.Errorf("use %s: %w", f.Name(), err)
+	}
+	fd := -1
+	cerr := conn.Control(func(polled uintptr) {
+		if fd, err = unix.FcntlInt(polled, unix.F_DUPFD_CLOEXEC, 0); err == nil {
+			err = unix.SetNonblock(fd, false)
+		}
+	})
+	if err = errors.Join(cerr, err); err != nil {
+		if fd >= 0 {
+			unix.Close(fd)
+		}
+		return nil, fmt.Errorf("duplicate %s: %w", f.Name(), err)
+	}
+	// One that blocks when it is made into a file is none for the runtime's poller.
+	own := os.NewFile(uintptr(fd), f.Name())
+	if err := unix.SetNonblock(fd, true); err != nil {
+		own.Close()
+		return nil, fmt.Errorf("have %s not block: %w", f.Name(), err)
+	}
+	return own, f.Close()
+}
+
 // MarkPreAccess asks group before each read of file, an open regular file.
 // Only descriptors opened from now on are watched; file itself is exempt. Marking twice does no
 // harm. Filesystems that cannot (tmpfs, overlayfs) fail with EOPNOTSUPP;

@@ -4,7 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
-	"syscall"
+	"runtime"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -20,8 +20,11 @@ type pendingEvent struct {
 	stale *staleNumber // not nil: its number is shared with a stale event
 }
 
-// read is the reader goroutine.
-func (g *Fanotify) read(rc syscall.RawConn) {
+// read is the reader goroutine. Its thread is its own, and waits in the kernel: what reads pages that
+// are here waits for this thread alone, and not for the Go scheduler to find it another one.
+func (g *Fanotify) read() {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
 	var (
 		buf    [batch * kernel.PreAccessEventLen]byte
 		events []kernel.FanotifyEvent
@@ -32,38 +35,32 @@ func (g *Fanotify) read(rc syscall.RawConn) {
 		if n == 0 {
 			return
 		}
-		var (
-			got  int
-			rerr error
-		)
-		// While new events can get numbers of old ones, none must be answered
-		// between a read and the note of what it brought.
-		locked := false
-		err := rc.Read(func(fd uintptr) bool {
-			if locked = g.nShared.Load() > 0; locked {
-				g.mu.Lock()
-			}
-			got, rerr = unix.Read(int(fd), buf[:n*kernel.PreAccessEventLen])
-			if locked && (rerr != nil || got <= 0) {
-				g.mu.Unlock()
-				locked = false
-			}
-			return !errors.Is(rerr, unix.EAGAIN)
-		})
-		if g.ctx.Err() != nil && got <= 0 {
-			return
-		}
-		if err != nil {
+		if err := g.waitForEvent(); err != nil {
 			g.log.Error("gate stops: its group cannot be waited for", "err", err)
 			return
 		}
-		if rerr != nil || got <= 0 {
-			if errors.Is(rerr, unix.EINTR) {
+		// While new events can get numbers of old ones, none must be answered
+		// between a read and the note of what it brought.
+		locked := g.nShared.Load() > 0
+		if locked {
+			g.mu.Lock()
+		}
+		got, err := unix.Read(g.groupFD, buf[:n*kernel.PreAccessEventLen])
+		if locked && (err != nil || got <= 0) {
+			g.mu.Unlock()
+			locked = false
+		}
+		if g.ctx.Err() != nil && got <= 0 {
+			return
+		}
+		if err != nil || got <= 0 {
+			// One whose reader was killed is taken back.
+			if errors.Is(err, unix.EINTR) || errors.Is(err, unix.EAGAIN) {
 				continue
 			}
 			// Without a free descriptor the kernel fails the read it could not
 			// tell us of (EPERM). Go slowly, and the others wait instead.
-			g.log.Error("gate cannot read an event; the read behind it failed", "err", rerr)
+			g.log.Error("gate cannot read an event; the read behind it failed", "err", err)
 			select {
 			case <-g.ctx.Done():
 				return
@@ -87,6 +84,15 @@ func (g *Fanotify) read(rc syscall.RawConn) {
 		}
 		g.at("handled")
 	}
+}
+
+// waitForEvent returns when there is something to read, or the gate closes.
+func (g *Fanotify) waitForEvent() error {
+	fds := [...]unix.PollFd{{Fd: int32(g.groupFD), Events: unix.POLLIN}, {Fd: int32(g.closing), Events: unix.POLLIN}}
+	if _, err := unix.Poll(fds[:], -1); err != nil && !errors.Is(err, unix.EINTR) {
+		return fmt.Errorf("poll: %w", err)
+	}
+	return nil
 }
 
 func (g *Fanotify) at(point string) {

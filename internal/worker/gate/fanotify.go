@@ -143,6 +143,7 @@ type Stats struct {
 type Fanotify struct {
 	group   *os.File
 	groupFD int // group's descriptor, valid until Close has waited
+	closing int // eventfd(2), readable from Close on
 	journal *journal
 	keeper  Keeper
 	log     *slog.Logger
@@ -221,7 +222,6 @@ func New(ctx context.Context, o Options) (*Fanotify, error) {
 
 func newFanotify(group *os.File, j *journal, limit uint64, o Options) (*Fanotify, error) {
 	g := &Fanotify{
-		group:   group,
 		journal: j,
 		keeper:  o.Keeper,
 		log:     o.Logger,
@@ -245,12 +245,19 @@ func newFanotify(group *os.File, j *journal, limit uint64, o Options) (*Fanotify
 	for i := j.slots() - 1; i >= 0; i-- {
 		g.freeSlots = append(g.freeSlots, i)
 	}
-	rc, err := group.SyscallConn()
+	var err error
+	if g.group, err = kernel.Unpolled(group); err != nil {
+		return nil, fmt.Errorf("use fanotify group: %w", err)
+	}
+	rc, err := g.group.SyscallConn()
 	if err == nil {
 		err = rc.Control(func(fd uintptr) { g.groupFD = int(fd) })
 	}
 	if err != nil {
-		return nil, fmt.Errorf("use fanotify group: %w", err)
+		return nil, errors.Join(fmt.Errorf("use fanotify group: %w", err), g.group.Close())
+	}
+	if g.closing, err = unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK); err != nil {
+		return nil, errors.Join(fmt.Errorf("eventfd: %w", err), g.group.Close())
 	}
 	return g, nil
 }
@@ -421,10 +428,6 @@ func (g *Fanotify) Release(name string) error {
 // Start begins to answer. After Takeover, every arena must be back behind the
 // gate by now: noted events of other arenas are denied with EIO.
 func (g *Fanotify) Start() error {
-	rc, err := g.group.SyscallConn()
-	if err != nil {
-		return fmt.Errorf("start gate: %w", err)
-	}
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if g.closed || g.started {
@@ -440,7 +443,7 @@ func (g *Fanotify) Start() error {
 		}
 		sn.waiting = nil
 	}
-	g.wg.Go(func() { g.read(rc) })
+	g.wg.Go(g.read)
 	return nil
 }
 
@@ -464,8 +467,8 @@ func (g *Fanotify) Close() error {
 	g.mu.Unlock()
 	g.cancel()
 	g.room.Broadcast()
-	// Wakes the reader but leaves the descriptor, which waits still use.
-	g.group.SetReadDeadline(time.Unix(1, 0))
+	// Wakes the reader but leaves the group, which waits still use.
+	_, werr := unix.Write(g.closing, []byte{7: 1})
 	g.wg.Wait()
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -474,7 +477,7 @@ func (g *Fanotify) Close() error {
 			unix.Close(int(sn.number))
 		}
 	}
-	return errors.Join(g.group.Close(), g.journal.close())
+	return errors.Join(werr, unix.Close(g.closing), g.group.Close(), g.journal.close())
 }
 
 // Kind implements Gate.
