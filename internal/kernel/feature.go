@@ -78,6 +78,7 @@ var table = []probed{
 	{"loop devices", false, "Linux 2.6", "load the module (modprobe loop)", probeLoop},
 	{"SELinux", false, "", "install the policy for containers (container-selinux): without it the processes of confined containers may not read what their image is kept in", probeSELinux},
 	{"TCP with BBR", false, "Linux 4.9", BBRFix, probeBBR},
+	{"TCP over long paths", false, "", FlightFix, probeFlight},
 }
 
 // Features tries every feature once and returns them in a fixed order. root is

@@ -2,8 +2,11 @@ package kernel
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"net"
 	"os"
+	"strconv"
 	"strings"
 	"syscall"
 
@@ -37,6 +40,79 @@ func useCongestion(fd int, name string) error {
 		return fmt.Errorf("choose congestion control %s: %w", name, err)
 	}
 	return nil
+}
+
+// FlightBytes is how much of one connection a long path may hold, in bytes: 1 Gbit/s at a
+// round trip of 130 ms.
+const FlightBytes = 16 << 20
+
+// LetSend lets FlightBytes of a TCP socket, or of each that a listening one accepts, be in
+// flight, whatever net.ipv4.tcp_wmem says: 4 MiB is Linux's default, 110 Mbit/s at most at a
+// round trip of 300 ms. It takes memory for what is in flight only.
+//
+// Errors: unix.EPERM without CAP_NET_ADMIN, unless tcp_wmem allows as much.
+func LetSend(socket syscall.Conn) error {
+	raw, err := socket.SyscallConn()
+	if err != nil {
+		return err
+	}
+	return flight(raw, unix.SO_SNDBUFFORCE, "/proc/sys/net/ipv4/tcp_wmem")
+}
+
+// LetReceive lets FlightBytes be on their way to a TCP socket, whatever net.ipv4.tcp_rmem
+// says: before Linux 6.16 that is 6 MiB, half of them for the kernel's own use. The socket must
+// not be connected yet, since how large a window can be is agreed on then (RFC 7323, section 2).
+//
+// Errors: unix.EPERM without CAP_NET_ADMIN, unless tcp_rmem allows as much.
+func LetReceive(raw syscall.RawConn) error {
+	return flight(raw, unix.SO_RCVBUFFORCE, "/proc/sys/net/ipv4/tcp_rmem")
+}
+
+// flight sets an option, which the kernel doubles for its own use (socket(7)).
+func flight(raw syscall.RawConn, option int, setting string) error {
+	var err error
+	if cerr := raw.Control(func(fd uintptr) {
+		err = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, option, FlightBytes)
+	}); cerr != nil {
+		return cerr
+	}
+	if err == nil {
+		return nil
+	}
+	most, rerr := mostBytes(setting)
+	if rerr == nil && most >= 2*FlightBytes {
+		return nil
+	}
+	return errors.Join(fmt.Errorf("raise the limit of a socket's buffer, %d bytes (%s): %w", most, setting, err), rerr)
+}
+
+// mostBytes is the last of the three numbers of tcp_wmem or tcp_rmem.
+func mostBytes(setting string) (int64, error) {
+	b, err := os.ReadFile(setting)
+	if err != nil {
+		return 0, err
+	}
+	fields := strings.Fields(string(b))
+	if len(fields) != 3 {
+		return 0, fmt.Errorf("%s: %q, want three numbers", setting, b)
+	}
+	return strconv.ParseInt(fields[2], 10, 64)
+}
+
+// FlightFix is what to do where a process may not do this.
+const FlightFix = "give foil CAP_NET_ADMIN, or raise the limits on both hosts: sysctl -w net.ipv4.tcp_wmem='4096 16384 33554432' net.ipv4.tcp_rmem='4096 131072 33554432'"
+
+func probeFlight(ctx context.Context, _ string) (string, error) {
+	l, err := new(net.ListenConfig).Listen(ctx, "tcp", "127.0.0.1:0")
+	if err != nil {
+		return "", err
+	}
+	defer l.Close()
+	raw, err := l.(*net.TCPListener).SyscallConn()
+	if err != nil {
+		return "", err
+	}
+	return "", errors.Join(LetSend(l.(*net.TCPListener)), LetReceive(raw))
 }
 
 // BBRFix is what to do where there is no BBR.

@@ -4,6 +4,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"syscall"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -66,5 +67,68 @@ func TestIdleRestart(t *testing.T) {
 	}
 	if !idleRestart(filepath.Join(t.TempDir(), "none")) {
 		t.Error("a host that does not say keeps rates")
+	}
+}
+
+// What a listening socket accepts may have a window in flight, and what is connected may
+// be sent one, whatever the host's settings are.
+func TestFlight(t *testing.T) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	if err := LetSend(l.(*net.TCPListener)); err != nil {
+		if os.Geteuid() != 0 {
+			t.Skip(err)
+		}
+		t.Fatal(err)
+	}
+	dialer := net.Dialer{Control: func(_, _ string, raw syscall.RawConn) error { return LetReceive(raw) }}
+	client, err := dialer.Dial("tcp", l.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer client.Close()
+	server, err := l.Accept()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer server.Close()
+	for _, end := range []struct {
+		name   string
+		conn   net.Conn
+		option int
+	}{{"send", server, unix.SO_SNDBUF}, {"receive", client, unix.SO_RCVBUF}} {
+		raw, err := end.conn.(*net.TCPConn).SyscallConn()
+		if err != nil {
+			t.Fatal(err)
+		}
+		var got int
+		if cerr := raw.Control(func(fd uintptr) {
+			got, err = unix.GetsockoptInt(int(fd), unix.SOL_SOCKET, end.option)
+		}); cerr != nil || err != nil || got != 2*FlightBytes {
+			t.Errorf("%s: a buffer of %d bytes, want %d; %v, %v", end.name, got, 2*FlightBytes, cerr, err)
+		}
+	}
+}
+
+// Who may not raise a limit need not, where it is high enough.
+func TestFlightLimit(t *testing.T) {
+	for text, want := range map[string]int64{"4096\t16384\t4194304\n": 4 << 20, "1 2 3": 3, "1 2": -1, "": -1, "1 2 x": -1} {
+		file := filepath.Join(t.TempDir(), "tcp_wmem")
+		if err := os.WriteFile(file, []byte(text), 0o644); err != nil {
+			t.Fatal(err)
+		}
+		got, err := mostBytes(file)
+		if err != nil {
+			got = -1
+		}
+		if got != want {
+			t.Errorf("%q: %d, %v", text, got, err)
+		}
+	}
+	if _, err := mostBytes(filepath.Join(t.TempDir(), "none")); err == nil {
+		t.Error("a host that does not say has no limit")
 	}
 }

@@ -25,6 +25,7 @@ const notSent = 128 << 10
 type listener struct {
 	*net.TCPListener
 	others error // why what was asked for does not control them, or nil
+	little error // why less than kernel.FlightBytes may be in flight, or nil
 	next   chan accepted
 	back   chan net.Conn
 	closed chan struct{}
@@ -43,7 +44,7 @@ func newListener(l *net.TCPListener, congestion string) *listener {
 		// Asked once: with the right privileges each try may load a module.
 		others = kernel.UseCongestion(l, congestion)
 	}
-	x := &listener{TCPListener: l, others: others, next: make(chan accepted), back: make(chan net.Conn), closed: make(chan struct{})}
+	x := &listener{TCPListener: l, others: others, little: kernel.LetSend(l), next: make(chan accepted), back: make(chan net.Conn), closed: make(chan struct{})}
 	x.ended.Go(func() {
 		for {
 			c, err := x.accept()

@@ -283,6 +283,9 @@ func (s *Server) listen(ctx context.Context) error {
 	case others != nil && kernel.IdleRestart():
 		s.log.Warn("idle connections lose their rate", "error", s.plain.others, "fix", kernel.BBRFix)
 	}
+	if s.plain.little != nil {
+		s.log.Warn("pulls over long paths are slow", "error", s.plain.little, "fix", kernel.FlightFix)
+	}
 	s.listener = s.plain
 	if s.opts.TLSCert != "" {
 		pair := &keyPair{cert: s.opts.TLSCert, key: s.opts.TLSKey}

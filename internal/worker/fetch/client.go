@@ -16,14 +16,15 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/kernel"
 )
 
-// receiveWindow is how much of a stream may be on its way or unread, in bytes:
-// 1 Gbit/s at a round trip of 130 ms.
-const receiveWindow = 16 << 20
+// receiveWindow is how much of a stream may be on its way or unread, in bytes.
+const receiveWindow = kernel.FlightBytes
 
 // ClientOptions configures a Client. Only Base is needed.
 type ClientOptions struct {
@@ -171,7 +172,7 @@ func NewClient(opts ClientOptions) (*Client, error) {
 		}
 	}
 	if opts.Dial == nil {
-		opts.Dial = new(net.Dialer).DialContext
+		opts.Dial = (&net.Dialer{Control: receiveAhead}).DialContext
 	}
 	if opts.Logger == nil {
 		opts.Logger = slog.New(slog.DiscardHandler)
@@ -222,6 +223,13 @@ func (c *shared) newLink() *link {
 	}
 	l.transport = t
 	return l
+}
+
+// receiveAhead prepares a socket before it is connected. One that may not be is slower on
+// a long path, not wrong.
+func receiveAhead(_, _ string, socket syscall.RawConn) error {
+	_ = kernel.LetReceive(socket)
+	return nil
 }
 
 // Errors of time running out.

@@ -8,11 +8,14 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"os"
 	"strings"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
 )
@@ -100,6 +103,41 @@ func TestClientOneConnection(t *testing.T) {
 		})
 	}
 	noneLeft(t)
+}
+
+// As much as a stream may hold can be on its way, whatever the host's settings are.
+func TestClientReceivesAhead(t *testing.T) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	c, err := NewClient(ClientOptions{Base: "http://" + l.Addr().String()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	conn, err := c.opts.Dial(t.Context(), "tcp", l.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	raw, err := conn.(*net.TCPConn).SyscallConn()
+	if err != nil {
+		t.Fatal(err)
+	}
+	var got int
+	if cerr := raw.Control(func(fd uintptr) {
+		got, err = unix.GetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_RCVBUF)
+	}); cerr != nil || err != nil {
+		t.Fatal(cerr, err)
+	}
+	if got < 2*receiveWindow {
+		if os.Geteuid() != 0 {
+			t.Skip("only root may ask for as much")
+		}
+		t.Errorf("a buffer of %d bytes for a window of %d", got, receiveWindow)
+	}
 }
 
 func TestClientUntrusted(t *testing.T) {

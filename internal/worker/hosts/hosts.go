@@ -19,14 +19,17 @@ import (
 	"net"
 	"net/http"
 	"net/url"
+	"os"
 	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
+	"time"
 
 	"github.com/containerd/containerd/v2/core/remotes/docker"
 	"github.com/containerd/containerd/v2/core/remotes/docker/config"
 	"github.com/containerd/errdefs"
+	"github.com/pelletier/go-toml/v2"
 
 	"hydrofoil.dev/foil/internal/worker/credentials"
 	"hydrofoil.dev/foil/internal/worker/fetch"
@@ -178,18 +181,22 @@ type found struct {
 	transport *http.Transport
 	// fallBack: it speaks plain HTTP, perhaps, though the scheme is https.
 	fallBack bool
+	// dialTimeout bounds connecting; 0 where the configuration does not say.
+	dialTimeout time.Duration
 }
 
 // find reads the configuration.
 func (s *Set) find(ctx context.Context, w Want) ([]found, error) {
 	configured := false
 	transports := make(map[*http.Client]*http.Transport)
+	var timeouts map[string]time.Duration
 	options := config.HostOptions{
 		HostDir: func(registry string) (string, error) {
 			for _, root := range filepath.SplitList(s.opts.Dirs) {
 				dir, err := config.HostDirFromRoot(root)(registry)
 				if err == nil {
 					configured = true
+					timeouts = dialTimeouts(dir, registry)
 					return dir, nil
 				}
 				if !errdefs.IsNotFound(err) {
@@ -222,7 +229,7 @@ func (s *Set) find(ctx context.Context, w Want) ([]found, error) {
 		if slices.Contains(s.opts.Self, h.Host) {
 			continue
 		}
-		f := found{RegistryHost: h, transport: transports[h.Client]}
+		f := found{RegistryHost: h, transport: transports[h.Client], dialTimeout: timeouts[h.Host]}
 		if f.transport == nil {
 			return nil, fmt.Errorf("registry %s: its host %s has an unknown kind of transport", w.Registry, h.Host)
 		}
@@ -234,6 +241,42 @@ func (s *Set) find(ctx context.Context, w Want) ([]found, error) {
 		list = append(list, f)
 	}
 	return list, nil
+}
+
+// dialTimeouts returns what the hosts.toml of dir, a registry's, says about connecting, for
+// each host that it names. containerd keeps it in a dialer, which shows it to nobody. A file that cannot be
+// read is containerd's to tell of.
+func dialTimeouts(dir, registry string) map[string]time.Duration {
+	type host struct {
+		DialTimeout string `toml:"dial_timeout"`
+	}
+	var file struct {
+		host
+		Server string          `toml:"server"`
+		Hosts  map[string]host `toml:"host"`
+	}
+	b, err := os.ReadFile(filepath.Join(dir, "hosts.toml"))
+	if err != nil || toml.Unmarshal(b, &file) != nil {
+		return nil
+	}
+	timeouts := make(map[string]time.Duration)
+	add := func(server, timeout string) {
+		if _, after, ok := strings.Cut(server, "://"); ok {
+			server = after
+		}
+		server, _, _ = strings.Cut(server, "/")
+		if d, err := time.ParseDuration(timeout); err == nil {
+			timeouts[server] = d
+		}
+	}
+	if file.Server == "" {
+		file.Server, _ = docker.DefaultHost(registry)
+	}
+	add(file.Server, file.DialTimeout)
+	for server, h := range file.Hosts {
+		add(server, h.DialTimeout)
+	}
+	return timeouts
 }
 
 // repositories is what goes before the names of repositories.
@@ -308,8 +351,9 @@ func (s *Set) knownAs(f found, w Want) (*known, error) {
 		TLSNow:   func() *tls.Config { return s.tlsNow(f, again) },
 		FallBack: f.fallBack,
 		Header:   f.Header,
-		Dial:     f.transport.DialContext,
-		Logger:   s.opts.Logger,
+		// The transport's own connections have the buffers that the host gives them.
+		ConnectTimeout: f.dialTimeout,
+		Logger:         s.opts.Logger,
 	})
 	if err != nil {
 		return nil, err

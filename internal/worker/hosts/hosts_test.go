@@ -100,6 +100,43 @@ server = "https://origin.example"
 	}
 }
 
+// A mirror that is often down should not hold up each pull for the default of ten seconds.
+func TestDialTimeout(t *testing.T) {
+	dir := t.TempDir()
+	write(t, filepath.Join(dir, "mirrored.example", "hosts.toml"), `
+server = "https://origin.example/v2"
+dial_timeout = "7s"
+[host."http://near.example:5000"]
+  dial_timeout = "300ms"
+[host."far.example"]
+[host."third.example/cache/v2"]
+  dial_timeout = "2s"
+  override_path = true
+`)
+	write(t, filepath.Join(dir, "alone.example", "hosts.toml"), `dial_timeout = "4s"`)
+	write(t, filepath.Join(dir, "certificates.example", "note.txt"), "no hosts.toml")
+	s := New(Options{Dirs: dir})
+	defer s.Close()
+	for registry, want := range map[string][]string{
+		"mirrored.example":     {"near.example:5000 300ms", "far.example 0s", "third.example 2s", "origin.example 7s"},
+		"alone.example":        {"alone.example 4s"},
+		"certificates.example": {"certificates.example 0s"},
+		"unknown.example":      {"unknown.example 0s"},
+	} {
+		list, err := s.find(t.Context(), Want{Registry: registry})
+		if err != nil {
+			t.Fatal(err)
+		}
+		var got []string
+		for _, f := range list {
+			got = append(got, fmt.Sprint(f.Host, " ", f.dialTimeout))
+		}
+		if diff := cmp.Diff(want, got); diff != "" {
+			t.Errorf("%s: %s", registry, diff)
+		}
+	}
+}
+
 func TestForNobody(t *testing.T) {
 	dir := t.TempDir()
 	write(t, filepath.Join(dir, "r.example", "hosts.toml"), "server = \"https://127.0.0.1:598\"\ncapabilities = [\"pull\"]")
