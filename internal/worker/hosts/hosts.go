@@ -351,7 +351,7 @@ func (s *Set) knownAs(f found, w Want) (*known, error) {
 		TLSNow:   func() *tls.Config { return s.tlsNow(f, again) },
 		FallBack: f.fallBack,
 		Header:   f.Header,
-		// The transport's own connections have the buffers that the host gives them.
+		// In place of the transport's dialer, whose sockets have the host's buffers.
 		ConnectTimeout: f.dialTimeout,
 		Logger:         s.opts.Logger,
 	})
