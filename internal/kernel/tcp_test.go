@@ -8,6 +8,8 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"hydrofoil.dev/foil/internal/kernel/kerneltest"
 )
 
 // What a listening socket accepts is controlled by BBR, whatever was chosen before.
@@ -100,15 +102,8 @@ func TestFlight(t *testing.T) {
 		conn   net.Conn
 		option int
 	}{{"send", server, unix.SO_SNDBUF}, {"receive", client, unix.SO_RCVBUF}} {
-		raw, err := end.conn.(*net.TCPConn).SyscallConn()
-		if err != nil {
-			t.Fatal(err)
-		}
-		var got int
-		if cerr := raw.Control(func(fd uintptr) {
-			got, err = unix.GetsockoptInt(int(fd), unix.SOL_SOCKET, end.option)
-		}); cerr != nil || err != nil || got != 2*FlightBytes {
-			t.Errorf("%s: a buffer of %d bytes, want %d; %v, %v", end.name, got, 2*FlightBytes, cerr, err)
+		if got := kerneltest.SocketOption(t, end.conn.(*net.TCPConn), unix.SOL_SOCKET, end.option); got != 2*FlightBytes {
+			t.Errorf("%s: a buffer of %d bytes, want %d", end.name, got, 2*FlightBytes)
 		}
 	}
 }

@@ -1,4 +1,4 @@
-// Package kerneltest prepares test binaries that mount filesystems.
+// Package kerneltest prepares test binaries that mount filesystems, and looks into sockets.
 package kerneltest
 
 import (

@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"hydrofoil.dev/foil/internal/kernel"
+	"hydrofoil.dev/foil/internal/kernel/kerneltest"
 )
 
 func TestListenerTunesConnections(t *testing.T) {
@@ -35,10 +36,6 @@ func TestListenerTunesConnections(t *testing.T) {
 	if !ok {
 		t.Fatalf("the connection is a %T", c)
 	}
-	raw, err := tcp.SyscallConn()
-	if err != nil {
-		t.Fatal(err)
-	}
 	for _, o := range []struct {
 		name                string
 		level, option, want int
@@ -51,11 +48,8 @@ func TestListenerTunesConnections(t *testing.T) {
 			t.Logf("%s: this host does not let it: %v", o.name, o.why)
 			continue
 		}
-		var got int
-		if cerr := raw.Control(func(fd uintptr) {
-			got, err = unix.GetsockoptInt(int(fd), o.level, o.option)
-		}); cerr != nil || err != nil || got != o.want {
-			t.Errorf("%s is %d, want %d; %v, %v, %v", o.name, got, o.want, cerr, err, o.why)
+		if got := kerneltest.SocketOption(t, tcp, o.level, o.option); got != o.want {
+			t.Errorf("%s is %d, want %d; %v", o.name, got, o.want, o.why)
 		}
 	}
 }

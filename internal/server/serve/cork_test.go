@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/kernel/kerneltest"
 )
 
 // What a pull is answered is held back until it is worth a packet, ends, or took too long.
@@ -91,15 +92,7 @@ func TestCorkOfBBR(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	corked := func() bool {
-		var on int
-		if cerr := raw.Control(func(fd uintptr) {
-			on, err = unix.GetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_CORK)
-		}); cerr != nil || err != nil {
-			t.Fatal(cerr, err)
-		}
-		return on != 0
-	}
+	corked := func() bool { return kerneltest.SocketOption(t, conn, unix.IPPROTO_TCP, unix.TCP_CORK) != 0 }
 	b := bbr{raw}
 	if idle, err := b.idle(); err != nil || !idle {
 		t.Errorf("a new connection is idle: %t, %v", idle, err)

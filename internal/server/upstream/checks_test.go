@@ -14,7 +14,7 @@ func TestShareAgain(t *testing.T) {
 	defer a.wg.Wait()
 	var c checks
 	var asked atomic.Int64
-	for i := range int64(20_000) {
+	for i := range int64(200_000) {
 		got, err := a.share(ctx, &c, "key", false, func(context.Context) (any, error) { return asked.Add(1), nil })
 		if err != nil {
 			t.Fatal(err)

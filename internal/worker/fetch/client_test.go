@@ -18,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/kernel/kerneltest"
 )
 
 func TestClientAddress(t *testing.T) {
@@ -122,16 +123,7 @@ func TestClientReceivesAhead(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer conn.Close()
-	raw, err := conn.(*net.TCPConn).SyscallConn()
-	if err != nil {
-		t.Fatal(err)
-	}
-	var got int
-	if cerr := raw.Control(func(fd uintptr) {
-		got, err = unix.GetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_RCVBUF)
-	}); cerr != nil || err != nil {
-		t.Fatal(cerr, err)
-	}
+	got := kerneltest.SocketOption(t, conn.(*net.TCPConn), unix.SOL_SOCKET, unix.SO_RCVBUF)
 	if got < 2*receiveWindow {
 		if os.Geteuid() != 0 {
 			t.Skip("only root may ask for as much")

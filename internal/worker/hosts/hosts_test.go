@@ -2,6 +2,7 @@ package hosts
 
 import (
 	"bytes"
+	"context"
 	"crypto/tls"
 	"crypto/x509"
 	"encoding/json"
@@ -134,6 +135,29 @@ dial_timeout = "7s"
 		if diff := cmp.Diff(want, got); diff != "" {
 			t.Errorf("%s: %s", registry, diff)
 		}
+	}
+}
+
+// A host that takes a connection and says nothing is given up after its dial_timeout.
+func TestDialTimeoutHolds(t *testing.T) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close() // what nobody accepts is connected all the same
+	dir := t.TempDir()
+	write(t, filepath.Join(dir, "silent.example", "hosts.toml"),
+		fmt.Sprintf("server = \"https://%s\"\ndial_timeout = \"50ms\"\nskip_verify = true\n", l.Addr()))
+	s := New(Options{Dirs: dir})
+	defer s.Close()
+	list, err := s.For(t.Context(), Want{Registry: "silent.example", Repository: "a"})
+	if err != nil || len(list) != 1 {
+		t.Fatal(list, err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second) // half of the default
+	defer cancel()
+	if err := list[0].Client.Post(ctx, "/x", nil, nil); err == nil || ctx.Err() != nil {
+		t.Errorf("%v, %v", err, ctx.Err())
 	}
 }
 
