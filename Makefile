@@ -9,8 +9,9 @@ LDFLAGS := -s -w -X main.release=$(VERSION)
 # Two packages at a time: kernel tests mount, wait and sleep, so that more
 # would not be quicker on small machines, and would disturb each other. The
 # timeout is for what hangs: a machine with much else to do needs more than ten
-# minutes for the end-to-end tests alone.
-TESTFLAGS ?= -p 2 -timeout 20m
+# minutes for the end-to-end tests alone. lockorder has the worker's locks check
+# their order.
+TESTFLAGS ?= -p 2 -timeout 20m -tags lockorder
 # Packages whose tests run once more under the race detector: those in which
 # goroutines share state.
 RACE ?= $(shell cat scripts/race-packages)
@@ -25,11 +26,18 @@ export FOIL_TEST_CONTAINERD1 ?= $(CACHE)/containerd1
 export FOIL_TEST_CONTAINERD2 ?= $(CACHE)/containerd2
 # runc as pods in user namespaces need it.
 export FOIL_TEST_RUNC ?= $(CACHE)/runc
+# What the server must pass, and a registry in front of which it is put: distribution 3.
+export FOIL_TEST_CONFORMANCE ?= $(CACHE)/bin/conformance
+export FOIL_TEST_REGISTRY ?= $(CACHE)/bin/registry
 
-.PHONY: build test lint vet unit race demo bench bench-server bench-go fuzz deps tidy clean
+.PHONY: build bin/bench test lint vet unit race demo bench bench-server bench-go fuzz deps tidy clean
 
 build:
 	CGO_ENABLED=0 $(GO) build -trimpath -buildvcs=false -ldflags '$(LDFLAGS)' -o bin/foil ./cmd/foil
+
+# Measures, and makes images to try foil with: bin/bench images --help.
+bin/bench:
+	cd bench && $(GO) build -o ../$@ ./cmd/bench
 
 deps:
 	@scripts/deps test
@@ -38,7 +46,7 @@ deps:
 test: deps vet lint race unit
 
 vet:
-	@bad=$$(gofmt -l cmd internal bench); test -z "$$bad" || { echo "not formatted (run gofmt -w):"; echo "$$bad"; exit 1; }
+	@bad=$$(gofmt -l cmd internal bench tools); test -z "$$bad" || { echo "not formatted (run gofmt -w):"; echo "$$bad"; exit 1; }
 	$(GO) vet ./...
 	cd bench && $(GO) vet ./...
 
@@ -63,7 +71,13 @@ $(CACHE)/containerd%/containerd: tools/containerd%/go.mod tools/containerd%/go.s
 $(CACHE)/runc/runc: tools/runc/go.mod tools/runc/go.sum
 	cd tools/runc && CGO_ENABLED=1 $(GO) build -trimpath -ldflags '-s -w' -o $(@D)/ github.com/opencontainers/runc
 
-unit: $(CACHE)/containerd1/containerd $(CACHE)/containerd2/containerd $(CACHE)/runc/runc
+$(CACHE)/bin/conformance: tools/conformance/go.mod tools/conformance/go.sum
+	cd tools/conformance && CGO_ENABLED=0 $(GO) build -trimpath -ldflags '-s -w' -o $@ github.com/opencontainers/distribution-spec/conformance
+
+$(CACHE)/bin/registry: tools/registry/main.go tools/registry/go.mod tools/registry/go.sum
+	cd tools/registry && CGO_ENABLED=0 $(GO) build -trimpath -ldflags '-s -w' -o $@ .
+
+unit: $(CACHE)/containerd1/containerd $(CACHE)/containerd2/containerd $(CACHE)/runc/runc $(CACHE)/bin/conformance $(CACHE)/bin/registry
 	cd bench && $(GO) run ./cmd/gotest -C .. $(TESTFLAGS) -- . bench
 
 demo: build
@@ -75,18 +89,16 @@ demo: build
 RESULTS ?= $(CACHE)/results/$(VERSION)
 IMAGES  ?= redis,nginx,debian
 ENGINES ?= hydrofoil,overlayfs,curl
-bench: build
+bench: build bin/bench
 	@scripts/deps bench
-	cd bench && $(GO) build -o ../bin/bench ./cmd/bench
 	bin/bench run --foil bin/foil --cache $(CACHE) --out $(RESULTS) \
 		--images $(IMAGES) --engines $(ENGINES) --rtt 0,150ms --rate 100mbit --runs 1 --load 1s $(BENCHFLAGS)
 	bin/bench report $(RESULTS)
 
 # The first image is served; all are planned, from some thousand segments to 74,000.
 SERVER_IMAGES ?= redis,django,nextjs
-bench-server: build
+bench-server: build bin/bench
 	@scripts/deps bench
-	cd bench && $(GO) build -o ../bin/bench ./cmd/bench
 	bin/bench server --foil bin/foil --cache $(CACHE) --images $(SERVER_IMAGES)
 
 bench-go:

@@ -3,6 +3,8 @@ package main
 import (
 	"fmt"
 	"io"
+	"slices"
+	"sync"
 	"time"
 
 	"hydrofoil.dev/foil/internal/progress"
@@ -35,34 +37,67 @@ func (p lineEvents) print(ev api.Event) error {
 
 func (p lineEvents) close() error { return nil }
 
-// barEvents draws a progress bar, and prints the last event below it.
+// barEvents draws a progress bar for each image, and prints the last event of each below them.
 type barEvents struct {
 	display *progress.Display
-	w       io.Writer // for the last event; nil: nowhere
-	rate    progress.Rate
-	last    api.Event
+	w       io.Writer // for the last events; nil: nowhere
+	bars    []*bar    // in the order in which the images were first heard of
+}
+
+// bar is what is known of one image.
+type bar struct {
+	rate progress.Rate
+	last api.Event
+	progress.Transfer
 }
 
 func (p *barEvents) print(ev api.Event) error {
 	if ev.Event == api.Failed {
 		return nil
 	}
-	p.last = ev
-	t := transfer(ev)
-	t.Rate = p.rate.Add(time.Now(), ev.BytesMoved)
-	return p.display.Show(t)
+	i := slices.IndexFunc(p.bars, func(b *bar) bool { return b.last.Ref == ev.Ref })
+	if i < 0 {
+		i = len(p.bars)
+		p.bars = append(p.bars, new(bar))
+	}
+	b := p.bars[i]
+	b.last, b.Transfer = ev, transfer(ev)
+	b.Rate = b.rate.Add(time.Now(), ev.BytesMoved)
+	all := make([]progress.Transfer, len(p.bars))
+	for i, b := range p.bars {
+		all[i] = b.Transfer
+	}
+	return p.display.Show(all...)
 }
 
 func (p *barEvents) close() error {
 	if err := p.display.Clear(); err != nil {
 		return err
 	}
-	if p.w == nil || p.last.Event == "" || p.last.Event == api.Progress {
-		return nil
+	for _, b := range p.bars {
+		if p.w == nil || b.last.Event == api.Progress {
+			continue
+		}
+		if _, err := fmt.Fprintln(p.w, eventLine(b.last)); err != nil {
+			return err
+		}
 	}
-	_, err := fmt.Fprintln(p.w, eventLine(p.last))
-	return err
+	return nil
 }
+
+// together shows the events of several pulls, one after the other.
+type together struct {
+	mu  sync.Mutex
+	out eventPrinter // guarded by mu
+}
+
+func (p *together) print(ev api.Event) error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.out.print(ev)
+}
+
+func (p *together) close() error { return p.out.close() }
 
 // noEvents shows nothing.
 type noEvents struct{}

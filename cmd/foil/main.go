@@ -21,7 +21,7 @@ import (
 )
 
 func main() {
-	cobra.EnableCommandSorting = false // help lists commands as newRootCommand does
+	cobra.EnableCommandSorting = false // help lists commands as addCommands does
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	// The first signal asks the command to end; the second one ends it.
 	context.AfterFunc(ctx, stop)
@@ -58,6 +58,19 @@ passes on the code of its container.`,
 		Version:       version(),
 	}
 	root.SetVersionTemplate(versionLine() + "\n")
+	addCommands(root)
+	for name, others := range otherNames {
+		if c, _, err := root.Find([]string{name}); err == nil {
+			c.SuggestFor = others
+		}
+	}
+	completeNoFiles(root)
+	completeFlags(root)
+	return root
+}
+
+// addCommands gives foil its subcommands, in the order in which help lists them.
+func addCommands(root *cobra.Command) {
 	const thisMachine = "This machine:"
 	for _, group := range []struct {
 		title    string
@@ -92,17 +105,6 @@ passes on the code of its container.`,
 			root.AddCommand(c)
 		}
 	}
-	// What other programs of this kind call them.
-	for name, others := range map[string][]string{
-		"images": {"ls", "list", "image"}, "ps": {"containers", "container", "ls", "list"},
-		"rm": {"rmi", "remove", "delete", "stop", "kill"}, "run": {"start", "exec", "create"}, "pull": {"fetch", "get"},
-		"gc": {"prune", "clean", "cleanup", "df"}, "status": {"info", "stats", "top"}, "verify": {"check", "fsck"},
-		"serve": {"server", "registry"}, "node": {"daemon", "worker", "agent", "snapshotter"}, "doctor": {"diagnose"},
-	} {
-		if c, _, err := root.Find([]string{name}); err == nil {
-			c.SuggestFor = others
-		}
-	}
 	root.SetHelpCommandGroupID(thisMachine)
 	root.SetCompletionCommandGroupID(thisMachine)
 	root.InitDefaultHelpCmd()
@@ -115,7 +117,18 @@ passes on the code of its container.`,
 			onlySubcommands(c)
 		}
 	}
-	completeNoFiles(root)
+}
+
+// otherNames is what other programs of this kind call a command.
+var otherNames = map[string][]string{
+	"images": {"ls", "list", "image"}, "ps": {"containers", "container", "ls", "list"},
+	"rm": {"rmi", "remove", "delete", "stop", "kill"}, "run": {"start", "exec", "create"}, "pull": {"fetch", "get"},
+	"gc": {"prune", "clean", "cleanup", "df"}, "status": {"info", "stats", "top"}, "verify": {"check", "fsck"},
+	"serve": {"server", "registry"}, "node": {"daemon", "worker", "agent", "snapshotter"}, "doctor": {"diagnose"},
+}
+
+// completeFlags has the shell offer the values of flags that have a few.
+func completeFlags(root *cobra.Command) {
 	level, events := []string{"debug", "info", "warn", "error"}, []string{"ready", "complete"}
 	for flag, values := range map[string][]string{
 		"run until": events, "pull until": {"mounted", "complete"}, "run pull": {"missing", "always", "never"},
@@ -130,7 +143,6 @@ passes on the code of its container.`,
 			_ = c.RegisterFlagCompletionFunc(flag, cobra.FixedCompletions(values, cobra.ShellCompDirectiveNoFileComp))
 		}
 	}
-	return root
 }
 
 // probes are how the values of --probe begin.

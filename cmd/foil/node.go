@@ -2,6 +2,7 @@ package main
 
 import (
 	"errors"
+	"io"
 	"log/slog"
 	"os"
 	"runtime"
@@ -10,6 +11,7 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 
 	"hydrofoil.dev/foil/internal/kernel"
 	"hydrofoil.dev/foil/internal/worker/api"
@@ -24,11 +26,17 @@ import (
 // gate's, the stream's, the one that reads ahead, and the answer to a command.
 const spareProcessors = 4
 
+// nodeFlags are the flags of foil node. Those that are words become Options when all
+// are known.
+type nodeFlags struct {
+	opts                                 node.Options
+	at                                   sockets
+	level                                slog.Level
+	format, gate, report, limit, startup string
+}
+
 func newNodeCommand() *cobra.Command {
-	var opts node.Options
-	var level slog.Level
-	var format, gate, report, limit, startup string
-	var at sockets
+	var f nodeFlags
 	cmd := &cobra.Command{
 		Use:   "node [flags]",
 		Short: "Run the worker daemon",
@@ -80,113 +88,132 @@ Exit codes: 0 it was told to end; 1 an error, in the log as well.`,
   foil node --root /srv/foil --log-format json
   foil node --config site.toml`,
 		Args: cobra.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			handler := &slog.HandlerOptions{Level: level}
-			switch format {
-			case "text":
-				opts.Logger = slog.New(slog.NewTextHandler(cmd.ErrOrStderr(), handler))
-			case "json":
-				opts.Logger = slog.New(slog.NewJSONHandler(cmd.ErrOrStderr(), handler))
-			default:
-				return usagef("--log-format %s: say text or json", format)
-			}
-			if err := needRoot(os.Geteuid(), "foil node"); err != nil {
-				return err
-			}
-			// The host's memory is its containers', so garbage is collected twice as
-			// often as usual. But not within the first 48 MiB, which the start of a large
-			// image makes in a moment: it would be collected several times meanwhile, on
-			// the processors that the start needs, and is given back when a pull has
-			// ended. What keeps it from that is half of an allocation that nobody
-			// touches, and that has no memory therefore.
-			if os.Getenv("GOGC") == "" {
-				debug.SetGCPercent(50)
-				untouched := make([]byte, 96<<20)
-				defer runtime.KeepAlive(untouched)
-			}
-			switch gate {
-			case "auto":
-			case kernel.GateFanotify, kernel.GateFUSE, kernel.GateLoop:
-				opts.Gate = gate
-			default:
-				return usagef("--gate %s: say auto, fanotify, fuse or loop", gate)
-			}
-			var err error
-			if opts.DiskLimit, err = node.ParseLimit(limit); err != nil {
-				return usagef("--disk-limit: %w", err)
-			}
-			if err := checkMetrics(at.metrics); err != nil {
-				return err
-			}
-			if at.mirror != "off" {
-				self, err := mirror.Addresses(at.mirror)
-				if err != nil {
-					return usagef("--mirror-listen: %v", err)
-				}
-				opts.Hosts.Self = self
-			}
-			if report != "on" && report != "off" {
-				return usagef("--report %s: say on or off", report)
-			}
-			if opts.ReportSample <= 0 || opts.ReportSample > 1 {
-				return usagef("--report-sample %v: say a share above 0, at most 1", opts.ReportSample)
-			}
-			opts.NoReports = report == "off"
-			var kubelet credentials.Memory
-			opts.Credentials = kubelet.For
-			switch startup {
-			case "on", "off":
-				opts.NoStartup = startup == "off"
-			default:
-				return usagef("--startup %s: say on or off", startup)
-			}
-			store, err := systemd.OpenStore()
-			if err != nil {
-				return err
-			}
-			if store != nil {
-				opts.Store = store
-			}
-			// As many goroutines decode frames as there are processors. Readers that
-			// meanwhile wait at the gate must not wait for one of these to be
-			// preempted, after 10 ms: the kernel is the better scheduler.
-			opts.Workers = runtime.GOMAXPROCS(0)
-			runtime.GOMAXPROCS(opts.Workers + spareProcessors)
-			opts.Version = version()
-			opts.Listening = whenAll(listeners(at.snapshotter), func() { tell(opts.Logger, systemd.Ready, systemd.Status("serving %s", opts.Root)) })
-			n, err := node.New(opts)
-			if err != nil {
-				tell(opts.Logger, systemd.Status("%v", err))
-				return advise(opts.Root, err)
-			}
-			opts.Logger.Info("ready", "root", opts.Root, "socket", api.SocketPath(opts.Root), "version", opts.Version)
-			err = serveNode(cmd.Context(), n, opts, at, &kubelet)
-			opts.Logger.Info("ending")
-			tell(opts.Logger, systemd.Stopping)
-			return errors.Join(err, n.Close())
-		},
+		RunE: func(cmd *cobra.Command, _ []string) error { return runNode(cmd, &f) },
 	}
-	flags := cmd.Flags()
-	rootFlag(cmd, &opts.Root)
-	flags.DurationVar(&opts.GiveUp, "give-up", 5*time.Minute, "how long to go on trying when a server cannot be reached, before reads that wait for it fail; then it is tried now and then")
-	flags.StringSliceVar(&opts.Connect, "connect", nil, "`SERVER`s (http://HOST:PORT or https://HOST) to keep a warm connection to")
-	flags.Int64Var(&opts.WarmUp, "warm-up", 32<<20, "most `BYTES` that a server of --connect sends on a new connection so that TCP learns the path; 0: none")
-	flags.StringVar(&report, "report", "on", "tell an image's server which pages a container read until it was ready: on or off")
-	flags.Float64Var(&opts.ReportSample, "report-sample", 1, "`SHARE` of the starts to tell of, above 0 and at most 1")
-	flags.StringVar(&gate, "gate", "auto", "`GATE` that holds back reads: auto, fanotify, fuse or loop")
-	flags.StringVar(&limit, "disk-limit", "", "`LIMIT` for what images take, 80% of the filesystem or 50GB, above which those that nothing uses are removed, least recently used first; empty: none")
-	flags.StringVar(&startup, "startup", "on", "startup sets, the pages that a start touches, sent before all else: `on` or off")
-	flags.StringVar(&at.snapshotter, "snapshotter-socket", "default", "`PATH` of the socket for containerd; default: DIR/run/snapshotter.sock; off: none")
-	flags.StringVar(&at.mirror, "mirror-listen", "off", "`HOST:PORT` of loopback at which containerd resolves images, so that pull and resolve are one request to the server; a port below 1024, which only root can take; off: none")
-	flags.StringVar(&at.criProxy, "cri-proxy-socket", "off", "`PATH` of a socket for the kubelet's --image-service-endpoint, by which the daemon learns the credentials of its pulls; off: none")
-	flags.StringVar(&at.criEndpoint, "cri-endpoint", "/run/containerd/containerd.sock", "`PATH` of containerd's socket, which what comes by --cri-proxy-socket goes to")
-	flags.StringVar(&opts.Hosts.Dirs, "hosts-dir", hosts.DefaultDirs, "`DIRS`, separated by colons, with containerd's configuration of registry hosts (HOST/hosts.toml); read for each pull")
-	flags.StringVar(&opts.Hosts.DockerConfig, "docker-config", hosts.DockerConfig(), "Docker's `FILE` of credentials and of helpers that have some; read when a registry demands them")
-	flags.StringVar(&format, "log-format", "text", "`FORMAT` of the log: text or json")
-	flags.TextVar(&level, "log-level", slog.LevelInfo, "least `LEVEL` to log: debug, info, warn or error")
-	metricsFlag(cmd, &at.metrics)
+	rootFlag(cmd, &f.opts.Root)
+	f.add(cmd.Flags())
+	metricsFlag(cmd, &f.at.metrics)
 	configurable(cmd)
 	return cmd
+}
+
+func (f *nodeFlags) add(flags *pflag.FlagSet) {
+	flags.DurationVar(&f.opts.GiveUp, "give-up", 5*time.Minute, "how long to go on trying when a server cannot be reached, before reads that wait for it fail; then it is tried now and then")
+	flags.StringSliceVar(&f.opts.Connect, "connect", nil, "`SERVER`s (http://HOST:PORT or https://HOST) to keep a warm connection to")
+	flags.Int64Var(&f.opts.WarmUp, "warm-up", 32<<20, "most `BYTES` that a server of --connect sends on a new connection so that TCP learns the path; 0: none")
+	flags.StringVar(&f.report, "report", "on", "tell an image's server which pages a container read until it was ready: on or off")
+	flags.Float64Var(&f.opts.ReportSample, "report-sample", 1, "`SHARE` of the starts to tell of, above 0 and at most 1")
+	flags.StringVar(&f.gate, "gate", "auto", "`GATE` that holds back reads: auto, fanotify, fuse or loop")
+	flags.StringVar(&f.limit, "disk-limit", "", "`LIMIT` for what images take, 80% of the filesystem or 50GB, above which those that nothing uses are removed, least recently used first; empty: none")
+	flags.StringVar(&f.startup, "startup", "on", "startup sets, the pages that a start touches, sent before all else: `on` or off")
+	flags.StringVar(&f.at.snapshotter, "snapshotter-socket", "default", "`PATH` of the socket for containerd; default: DIR/run/snapshotter.sock; off: none")
+	flags.StringVar(&f.at.mirror, "mirror-listen", "off", "`HOST:PORT` of loopback at which containerd resolves images, so that pull and resolve are one request to the server; a port below 1024, which only root can take; off: none")
+	flags.StringVar(&f.at.criProxy, "cri-proxy-socket", "off", "`PATH` of a socket for the kubelet's --image-service-endpoint, by which the daemon learns the credentials of its pulls; off: none")
+	flags.StringVar(&f.at.criEndpoint, "cri-endpoint", "/run/containerd/containerd.sock", "`PATH` of containerd's socket, which what comes by --cri-proxy-socket goes to")
+	flags.StringVar(&f.opts.Hosts.Dirs, "hosts-dir", hosts.DefaultDirs, "`DIRS`, separated by colons, with containerd's configuration of registry hosts (HOST/hosts.toml); read for each pull")
+	flags.StringVar(&f.opts.Hosts.DockerConfig, "docker-config", hosts.DockerConfig(), "Docker's `FILE` of credentials and of helpers that have some; read when a registry demands them")
+	flags.StringVar(&f.format, "log-format", "text", "`FORMAT` of the log: text or json")
+	flags.TextVar(&f.level, "log-level", slog.LevelInfo, "least `LEVEL` to log: debug, info, warn or error")
+}
+
+// options checks the flags and puts them into f.opts.
+func (f *nodeFlags) options() error {
+	o := &f.opts
+	switch f.gate {
+	case "auto":
+	case kernel.GateFanotify, kernel.GateFUSE, kernel.GateLoop:
+		o.Gate = f.gate
+	default:
+		return usagef("--gate %s: say auto, fanotify, fuse or loop", f.gate)
+	}
+	var err error
+	if o.DiskLimit, err = node.ParseLimit(f.limit); err != nil {
+		return usagef("--disk-limit: %w", err)
+	}
+	if err := checkMetrics(f.at.metrics); err != nil {
+		return err
+	}
+	if f.at.mirror != "off" {
+		if o.Hosts.Self, err = mirror.Addresses(f.at.mirror); err != nil {
+			return usagef("--mirror-listen: %v", err)
+		}
+	}
+	if o.ReportSample <= 0 || o.ReportSample > 1 {
+		return usagef("--report-sample %v: say a share above 0, at most 1", o.ReportSample)
+	}
+	for _, s := range []struct {
+		flag, value string
+		off         *bool
+	}{{"report", f.report, &o.NoReports}, {"startup", f.startup, &o.NoStartup}} {
+		if s.value != "on" && s.value != "off" {
+			return usagef("--%s %s: say on or off", s.flag, s.value)
+		}
+		*s.off = s.value == "off"
+	}
+	return nil
+}
+
+// logger returns the log that the flags ask for.
+func (f *nodeFlags) logger(w io.Writer) (*slog.Logger, error) {
+	o := &slog.HandlerOptions{Level: f.level}
+	switch f.format {
+	case "text":
+		return slog.New(slog.NewTextHandler(w, o)), nil
+	case "json":
+		return slog.New(slog.NewJSONHandler(w, o)), nil
+	}
+	return nil, usagef("--log-format %s: say text or json", f.format)
+}
+
+// runNode is the daemon, until it is told to end.
+func runNode(cmd *cobra.Command, f *nodeFlags) (err error) {
+	opts := &f.opts
+	if opts.Logger, err = f.logger(cmd.ErrOrStderr()); err != nil {
+		return err
+	}
+	if err := needRoot(os.Geteuid(), "foil node"); err != nil {
+		return err
+	}
+	if err := f.options(); err != nil {
+		return err
+	}
+	// The host's memory is its containers', so garbage is collected twice as
+	// often as usual. But not within the first 48 MiB, which the start of a large
+	// image makes in a moment: it would be collected several times meanwhile, on
+	// the processors that the start needs, and is given back when a pull has
+	// ended. What keeps it from that is half of an allocation that nobody
+	// touches, and that has no memory therefore.
+	if os.Getenv("GOGC") == "" {
+		debug.SetGCPercent(50)
+		untouched := make([]byte, 96<<20)
+		defer runtime.KeepAlive(untouched)
+	}
+	store, err := systemd.OpenStore()
+	if err != nil {
+		return err
+	}
+	if store != nil {
+		opts.Store = store
+	}
+	var kubelet credentials.Memory
+	opts.Credentials = kubelet.For
+	// As many goroutines decode frames as there are processors. Readers that
+	// meanwhile wait at the gate must not wait for one of these to be
+	// preempted, after 10 ms: the kernel is the better scheduler.
+	opts.Workers = runtime.GOMAXPROCS(0)
+	runtime.GOMAXPROCS(opts.Workers + spareProcessors)
+	opts.Version = version()
+	opts.Listening = whenAll(listeners(f.at.snapshotter), func() { tell(opts.Logger, systemd.Ready, systemd.Status("serving %s", opts.Root)) })
+	n, err := node.New(*opts)
+	if err != nil {
+		tell(opts.Logger, systemd.Status("%v", err))
+		return advise(opts.Root, err)
+	}
+	opts.Logger.Info("ready", "root", opts.Root, "socket", api.SocketPath(opts.Root), "version", opts.Version)
+	err = serveNode(cmd.Context(), n, *opts, f.at, &kubelet)
+	opts.Logger.Info("ending")
+	tell(opts.Logger, systemd.Stopping)
+	return errors.Join(err, n.Close())
 }
 
 // listeners is how many sockets there are to wait for before the daemon is ready.

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 
 	"hydrofoil.dev/foil/internal/progress"
 	"hydrofoil.dev/foil/internal/worker/api"
@@ -78,19 +79,11 @@ interrupted before the start. With --until: 0 if the event came.`,
 			return nil
 		},
 		RunE: func(cmd *cobra.Command, args []string) error {
-			o.Pull.Ref = args[0]
 			var err error
 			if o.Pull.Credential, err = creds(); err != nil {
 				return &exitError{launch.ExitFailed, err}
 			}
-			command := args[1:]
-			if len(command) > 0 && command[0] == "--" {
-				command = command[1:]
-			}
-			if len(command) > 0 {
-				o.Spec.Args = command
-			}
-			o.Pull.NoStartup = !f.startup
+			f.image(&o, args)
 			code, err := runContainer(cmd, &f, &o)
 			if err != nil {
 				return &exitError{launch.ExitCode(err), advise(f.root, err)}
@@ -108,7 +101,11 @@ interrupted before the start. With --until: 0 if the event came.`,
 	clientRoot(cmd, &f.root)
 	cmd.ValidArgsFunction = completeNames(&f.root, false)
 	creds = credsFlag(cmd)
-	fs := cmd.Flags()
+	addRunFlags(cmd.Flags(), &f, &o)
+	return cmd
+}
+
+func addRunFlags(fs *pflag.FlagSet, f *runFlags, o *launch.Options) {
 	// What follows REF belongs to the container, with or without "--".
 	fs.SetInterspersed(false)
 	fs.BoolVar(&o.Remove, "rm", false, "remove the container when it has ended")
@@ -128,7 +125,6 @@ interrupted before the start. With --until: 0 if the event came.`,
 	fs.StringVar(&o.Pull.Platform, "platform", "", "`OS/ARCH[/VARIANT]` to choose from an index (default this host's)")
 	fs.BoolVar(&o.Pull.PlainHTTP, "plain-http", false, "speak HTTP without TLS; loopback addresses always do")
 	fs.BoolVar(&f.startup, "startup", true, "have the pages that a start touches come first, if the server knows them")
-	return cmd
 }
 
 func runContainer(cmd *cobra.Command, f *runFlags, o *launch.Options) (code int, err error) {
@@ -171,6 +167,20 @@ func runContainer(cmd *cobra.Command, f *runFlags, o *launch.Options) (code int,
 	// Run hears of signals by o.Signals: one that comes while the container's process is
 	// being started is for that.
 	return worker(f.root, c).Run(context.WithoutCancel(cmd.Context()), *o)
+}
+
+// image puts the arguments of the command line into o: REF, and COMMAND with or
+// without "--" before it.
+func (f *runFlags) image(o *launch.Options, args []string) {
+	o.Pull.Ref = args[0]
+	o.Pull.NoStartup = !f.startup
+	command := args[1:]
+	if len(command) > 0 && command[0] == "--" {
+		command = command[1:]
+	}
+	if len(command) > 0 {
+		o.Spec.Args = command
+	}
 }
 
 // apply checks the flags and puts them into o.

@@ -9,6 +9,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"strings"
 	"sync"
 	"testing"
 
@@ -59,7 +60,8 @@ func TestScript(t *testing.T) {
 // fakeNode answers from files: images.jsonl, containers.jsonl, status.jsonl,
 // report.jsonl (of pulls), pull.jsonl and verify.jsonl are what the requests of the same name return;
 // NAME.error (an api.Error) makes them fail, streams after their lines, where
-// NAME may be remove-image, remove-container and create-container as well. Every
+// NAME may be remove-image, remove-container and create-container as well. Of an image whose
+// name without registry and tag is NAME, pull-NAME is asked instead of pull, if there is such a file. Every
 // request that changes something is a line of the file log.
 type fakeNode struct {
 	dir string
@@ -107,6 +109,13 @@ func (n *fakeNode) funcs() apitest.Funcs {
 		Pull_: func(_ context.Context, req api.PullRequest, emit func(api.Event) error) error {
 			if err := n.log("pull", req); err != nil {
 				return err
+			}
+			_, name, _ := strings.Cut(req.Ref, "/")
+			name, _, _ = strings.Cut(name, ":")
+			for _, suffix := range []string{".jsonl", ".error"} {
+				if _, err := os.Stat(filepath.Join(n.dir, "pull-"+name+suffix)); err == nil {
+					return stream(n, "pull-"+name, emit)
+				}
 			}
 			return stream(n, "pull", emit)
 		},

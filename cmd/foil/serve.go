@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 	"golang.org/x/sync/errgroup"
 
 	"hydrofoil.dev/foil/internal/kernel"
@@ -26,10 +27,15 @@ func touch(bytes int) {
 	runtime.GC()
 }
 
+// serveFlags are the flags of foil serve.
+type serveFlags struct {
+	opts    serve.Options
+	level   slog.Level
+	metrics string // an address of package metrics
+}
+
 func newServeCommand() *cobra.Command {
-	var opts serve.Options
-	var level slog.Level
-	var metricsAt string
+	var f serveFlags
 	cmd := &cobra.Command{
 		Use:   "serve",
 		Short: "Run a registry that also serves images as bundles",
@@ -64,74 +70,87 @@ line makes no sense.`,
   skopeo copy --dest-tls-verify=false docker-archive:redis.tar docker://localhost:5000/redis:7`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			if (opts.TLSCert == "") != (opts.TLSKey == "") {
-				return usagef("--tls-cert and --tls-key come together")
-			}
-			if opts.Upstream.URL == "" && (opts.Upstream.Auth != "" || opts.Upstream.CA != "") {
-				return usagef("--upstream-auth and --upstream-ca come with --upstream")
-			}
-			if opts.Upstream.URL != "" {
-				if _, _, err := upstream.ParseURL(opts.Upstream.URL); err != nil {
-					return usagef("%v", err)
-				}
-			}
-			if err := checkMetrics(metricsAt); err != nil {
+			if err := f.check(); err != nil {
 				return err
 			}
-			opts.Log = slog.New(slog.NewTextHandler(cmd.ErrOrStderr(), &slog.HandlerOptions{Level: level}))
-			// What a few pulls make is not collected while they are served: a worker waits
-			// for the processor time of that. As much is let come that nobody touches, and that has
-			// no memory therefore; besides it, garbage is collected as usual.
-			if os.Getenv("GOGC") == "" {
-				untouched := make([]byte, 64<<20)
-				defer runtime.KeepAlive(untouched)
-				touch(16 << 20)
-			}
-			s, err := serve.Start(cmd.Context(), opts)
-			if err != nil {
-				return err
-			}
-			var all errgroup.Group
-			ctx, end := context.WithCancel(cmd.Context())
-			defer func() {
-				end()
-				_ = all.Wait()
-			}()
-			all.Go(func() error {
-				// Else the first pull after quiet hours waits for the disk, page by page.
-				if err := kernel.HoldProgram(); err != nil {
-					opts.Log.Debug("keep the program in memory; a pull may wait for the disk", "error", err)
-				}
-				return nil
-			})
-			if metricsAt != metrics.Off {
-				serveMetrics(ctx, &all, metricsAt, opts.Log, s.Metrics())
-			}
-			ended := make(chan error, 1)
-			go func() { ended <- s.Wait() }()
-			select {
-			case err = <-ended:
-			case <-cmd.Context().Done():
-				opts.Log.Info("ending", "grace", opts.Grace)
-			}
-			return errors.Join(err, s.Close())
+			return runServe(cmd, &f)
 		},
 	}
-	flags := cmd.Flags()
-	flags.StringVar(&opts.Root, "root", "/var/lib/foil-registry", "`DIR` that everything is kept in; made when missing")
-	flags.StringVar(&opts.Listen, "listen", ":5000", "`HOST:PORT` to listen on; port 0 takes a free one and the log says which")
-	flags.StringVar(&opts.Congestion, "congestion", kernel.BBR, "TCP congestion `CONTROL` of its connections: bbr, where the host has it; system: what the host chooses; or the name of another, as cubic")
-	flags.StringVar(&opts.TLSCert, "tls-cert", "", "certificate `FILE` in PEM form, read again when it changes; without one: plain HTTP")
-	flags.StringVar(&opts.TLSKey, "tls-key", "", "`FILE` of the certificate's key in PEM form")
-	flags.Var(&opts.StartupMax, "startup-max", "how large the startup set of a service may be: a share of its image (16M are always allowed), or bytes such as `64M`; 0: none")
-	flags.StringVar(&opts.Upstream.URL, "upstream", "", "be the accelerator of the registry at `URL`: https://HOST[:PORT], and the prefix that repositories have there")
-	flags.StringVar(&opts.Upstream.Auth, "upstream-auth", "", "`FILE` with USER:PASSWORD for the upstream, or a Docker configuration; else "+upstream.AuthEnv+" in the environment has USER:PASSWORD, or the user's Docker configuration counts")
-	flags.StringVar(&opts.Upstream.CA, "upstream-ca", "", "`FILE` with certificates in PEM form that vouch for the upstream, besides the system's")
-	flags.DurationVar(&opts.Upstream.TagTTL, "upstream-tag-ttl", 0, "how long the upstream's answer about a tag holds; 0: it is asked each time")
-	flags.DurationVar(&opts.Upstream.TagTimeout, "upstream-tag-timeout", 5*time.Second, "how long the upstream has to answer about a tag that is here, before it is served as it was")
-	flags.DurationVar(&opts.Grace, "grace", 10*time.Second, "how long requests may go on when the server is told to end")
-	flags.TextVar(&level, "log-level", slog.LevelInfo, "least `LEVEL` to log: debug, info, warn or error")
-	metricsFlag(cmd, &metricsAt)
+	f.add(cmd.Flags())
+	metricsFlag(cmd, &f.metrics)
 	configurable(cmd)
 	return cmd
+}
+
+func (f *serveFlags) add(flags *pflag.FlagSet) {
+	flags.StringVar(&f.opts.Root, "root", "/var/lib/foil-registry", "`DIR` that everything is kept in; made when missing")
+	flags.StringVar(&f.opts.Listen, "listen", ":5000", "`HOST:PORT` to listen on; port 0 takes a free one and the log says which")
+	flags.StringVar(&f.opts.Congestion, "congestion", kernel.BBR, "TCP congestion `CONTROL` of its connections: bbr, where the host has it; system: what the host chooses; or the name of another, as cubic")
+	flags.StringVar(&f.opts.TLSCert, "tls-cert", "", "certificate `FILE` in PEM form, read again when it changes; without one: plain HTTP")
+	flags.StringVar(&f.opts.TLSKey, "tls-key", "", "`FILE` of the certificate's key in PEM form")
+	flags.Var(&f.opts.StartupMax, "startup-max", "how large the startup set of a service may be: a share of its image (16M are always allowed), or bytes such as `64M`; 0: none")
+	flags.StringVar(&f.opts.Upstream.URL, "upstream", "", "be the accelerator of the registry at `URL`: https://HOST[:PORT], and the prefix that repositories have there")
+	flags.StringVar(&f.opts.Upstream.Auth, "upstream-auth", "", "`FILE` with USER:PASSWORD for the upstream, or a Docker configuration; else "+upstream.AuthEnv+" in the environment has USER:PASSWORD, or the user's Docker configuration counts")
+	flags.StringVar(&f.opts.Upstream.CA, "upstream-ca", "", "`FILE` with certificates in PEM form that vouch for the upstream, besides the system's")
+	flags.DurationVar(&f.opts.Upstream.TagTTL, "upstream-tag-ttl", 0, "how long the upstream's answer about a tag holds; 0: it is asked each time")
+	flags.DurationVar(&f.opts.Upstream.TagTimeout, "upstream-tag-timeout", 5*time.Second, "how long the upstream has to answer about a tag that is here, before it is served as it was")
+	flags.DurationVar(&f.opts.Grace, "grace", 10*time.Second, "how long requests may go on when the server is told to end")
+	flags.TextVar(&f.level, "log-level", slog.LevelInfo, "least `LEVEL` to log: debug, info, warn or error")
+}
+
+// check says what flags make no sense together.
+func (f *serveFlags) check() error {
+	if (f.opts.TLSCert == "") != (f.opts.TLSKey == "") {
+		return usagef("--tls-cert and --tls-key come together")
+	}
+	if f.opts.Upstream.URL == "" && (f.opts.Upstream.Auth != "" || f.opts.Upstream.CA != "") {
+		return usagef("--upstream-auth and --upstream-ca come with --upstream")
+	}
+	if f.opts.Upstream.URL != "" {
+		if _, _, err := upstream.ParseURL(f.opts.Upstream.URL); err != nil {
+			return usagef("%v", err)
+		}
+	}
+	return checkMetrics(f.metrics)
+}
+
+// runServe is the server, until it is told to end.
+func runServe(cmd *cobra.Command, f *serveFlags) error {
+	f.opts.Log = slog.New(slog.NewTextHandler(cmd.ErrOrStderr(), &slog.HandlerOptions{Level: f.level}))
+	// What a few pulls make is not collected while they are served: a worker waits
+	// for the processor time of that. As much is let come that nobody touches, and that has
+	// no memory therefore; besides it, garbage is collected as usual.
+	if os.Getenv("GOGC") == "" {
+		untouched := make([]byte, 64<<20)
+		defer runtime.KeepAlive(untouched)
+		touch(16 << 20)
+	}
+	s, err := serve.Start(cmd.Context(), f.opts)
+	if err != nil {
+		return err
+	}
+	var all errgroup.Group
+	ctx, end := context.WithCancel(cmd.Context())
+	defer func() {
+		end()
+		_ = all.Wait()
+	}()
+	all.Go(func() error {
+		// Else the first pull after quiet hours waits for the disk, page by page.
+		if err := kernel.HoldProgram(); err != nil {
+			f.opts.Log.Debug("keep the program in memory; a pull may wait for the disk", "error", err)
+		}
+		return nil
+	})
+	if f.metrics != metrics.Off {
+		serveMetrics(ctx, &all, f.metrics, f.opts.Log, s.Metrics())
+	}
+	ended := make(chan error, 1)
+	go func() { ended <- s.Wait() }()
+	select {
+	case err = <-ended:
+	case <-cmd.Context().Done():
+		f.opts.Log.Info("ending", "grace", f.opts.Grace)
+	}
+	return errors.Join(err, s.Close())
 }

@@ -294,14 +294,19 @@ func waitsAtTheGate() error {
 	if err != nil {
 		return err
 	}
+	err = errors.New("no process reads")
 	for _, path := range stacks {
 		b, _ := os.ReadFile(path)
 		cmdline, _ := os.ReadFile(filepath.Join(filepath.Dir(path), "cmdline"))
-		if bytes.Contains(b, []byte("fanotify_")) && bytes.Contains(cmdline, []byte("/data/00199")) {
+		if !bytes.HasPrefix(cmdline, []byte("cat\x00/data/00199")) {
+			continue
+		}
+		if bytes.Contains(b, []byte("fanotify_")) {
 			return nil
 		}
+		err = fmt.Errorf("the process that reads does not wait for an event's answer, but here:\n%s", b)
 	}
-	return errors.New("no process waits for an event's answer")
+	return err
 }
 
 func TestContainersOfOneImage(t *testing.T) {

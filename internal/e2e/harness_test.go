@@ -5,32 +5,22 @@ package e2e
 import (
 	"bytes"
 	"context"
-	"crypto/rand"
-	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
-	"net"
 	"net/http"
-	"net/url"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"runtime"
 	"strings"
-	"sync"
 	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
 
-	"github.com/opencontainers/go-digest"
-	"github.com/opencontainers/image-spec/specs-go"
-	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
-
 	"hydrofoil.dev/foil/internal/kernel"
 	"hydrofoil.dev/foil/internal/kernel/kerneltest"
-	"hydrofoil.dev/foil/internal/server/layer/layertest"
+	"hydrofoil.dev/foil/internal/logtest"
 	"hydrofoil.dev/foil/internal/worker/api"
 )
 
@@ -55,7 +45,7 @@ func testMain(m *testing.M) int {
 	}
 	defer os.RemoveAll(dir)
 	foil = filepath.Join(dir, "foil")
-	build := exec.Command("go", "build", "-o", foil, "hydrofoil.dev/foil/cmd/foil")
+	build := exec.Command("go", "build", "-tags", "lockorder", "-o", foil, "hydrofoil.dev/foil/cmd/foil")
 	build.Stdout, build.Stderr = os.Stdout, os.Stderr
 	if err := build.Run(); err != nil {
 		fmt.Println("build foil:", err)
@@ -73,27 +63,9 @@ func testMain(m *testing.M) int {
 type process struct {
 	t    testing.TB
 	cmd  *exec.Cmd
-	log  *logBuffer
+	log  *logtest.Buffer // what it wrote, for the report of a failed test
 	done chan struct{}
 	err  error
-}
-
-// logBuffer keeps what a process wrote, for the report of a failed test.
-type logBuffer struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-}
-
-func (l *logBuffer) Write(p []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.Write(p)
-}
-
-func (l *logBuffer) String() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.String()
 }
 
 func start(t testing.TB, args ...string) *process {
@@ -108,7 +80,7 @@ func startProgram(t testing.TB, program string, args ...string) *process {
 
 func startCommand(t testing.TB, cmd *exec.Cmd) *process {
 	t.Helper()
-	p := &process{t: t, cmd: cmd, log: new(logBuffer), done: make(chan struct{})}
+	p := &process{t: t, cmd: cmd, log: new(logtest.Buffer), done: make(chan struct{})}
 	cmd.Stdout, cmd.Stderr = p.log, p.log
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	cmd.WaitDelay = time.Second
@@ -367,276 +339,6 @@ func (w *worker) verify(ref string) (last api.VerifyEvent, bad []string) {
 	return last, bad
 }
 
-// image is an image as a client would push it.
-type image struct {
-	layers   []layertest.Blob
-	config   []byte
-	manifest []byte
-}
-
-func newImage(t testing.TB, cfg ocispec.ImageConfig, layers ...layertest.Blob) image {
-	t.Helper()
-	img := image{layers: layers}
-	c := ocispec.Image{Config: cfg, Platform: ocispec.Platform{OS: "linux", Architecture: "amd64"}}
-	c.RootFS.Type = "layers"
-	m := ocispec.Manifest{Versioned: specs.Versioned{SchemaVersion: 2}, MediaType: ocispec.MediaTypeImageManifest}
-	for _, l := range layers {
-		c.RootFS.DiffIDs = append(c.RootFS.DiffIDs, l.DiffID)
-		m.Layers = append(m.Layers, l.Descriptor())
-	}
-	var err error
-	if img.config, err = json.Marshal(c); err != nil {
-		t.Fatal(err)
-	}
-	m.Config = ocispec.Descriptor{
-		MediaType: ocispec.MediaTypeImageConfig,
-		Digest:    digest.FromBytes(img.config),
-		Size:      int64(len(img.config)),
-	}
-	if img.manifest, err = json.Marshal(m); err != nil {
-		t.Fatal(err)
-	}
-	return img
-}
-
-// push does what any client does, and fails the test when the server refuses.
-func (s *server) push(repository, tag string, img image) (ref string) {
-	s.t.Helper()
-	if err := s.tryPush(repository, tag, img); err != nil {
-		s.t.Fatal(err)
-	}
-	return s.addr + "/" + repository + ":" + tag
-}
-
-func (s *server) tryPush(repository, tag string, img image) error {
-	base := "http://" + s.addr + "/v2/" + repository
-	put := func(b []byte) error {
-		resp, err := http.Post(base+"/blobs/uploads/", "", nil)
-		if err != nil {
-			return err
-		}
-		resp.Body.Close()
-		if resp.StatusCode != http.StatusAccepted {
-			return fmt.Errorf("start upload: %s", resp.Status)
-		}
-		at, err := resp.Location()
-		if err != nil {
-			return err
-		}
-		q := at.Query()
-		q.Set("digest", digest.FromBytes(b).String())
-		at.RawQuery = q.Encode()
-		return do(http.MethodPut, at, "application/octet-stream", b)
-	}
-	for _, l := range img.layers {
-		if err := put(l.Bytes); err != nil {
-			return fmt.Errorf("push layer: %w", err)
-		}
-	}
-	if err := put(img.config); err != nil {
-		return fmt.Errorf("push config: %w", err)
-	}
-	u, err := url.Parse(base + "/manifests/" + tag)
-	if err != nil {
-		return err
-	}
-	if err := do(http.MethodPut, u, ocispec.MediaTypeImageManifest, img.manifest); err != nil {
-		return fmt.Errorf("push manifest: %w", err)
-	}
-	return nil
-}
-
-func do(method string, u *url.URL, mediaType string, body []byte) error {
-	req, err := http.NewRequest(method, u.String(), bytes.NewReader(body))
-	if err != nil {
-		return err
-	}
-	req.Header.Set("Content-Type", mediaType)
-	resp, err := http.DefaultClient.Do(req)
-	if err != nil {
-		return err
-	}
-	defer resp.Body.Close()
-	b, _ := io.ReadAll(resp.Body)
-	if resp.StatusCode != http.StatusCreated {
-		return fmt.Errorf("%s %s: %s: %s", method, u, resp.Status, b)
-	}
-	return nil
-}
-
-// link is a slow way to a server that a test can cut. Clients use its address.
-type link struct {
-	t      testing.TB
-	addr   string
-	target string
-	l      net.Listener
-
-	mu    sync.Mutex
-	rate  int64 // bytes a second towards the client; 0: unlimited
-	cut   bool  // refuse and drop everything
-	stall bool  // accept, pass nothing
-	conns map[net.Conn]bool
-	wg    sync.WaitGroup
-	moved int64
-	until int64 // stall when so many bytes have moved; 0: never
-	// corrupt, when set, may change a chunk that goes to the client.
-	corrupt func(b []byte)
-}
-
-func newLink(t testing.TB, target string, rate int64) *link {
-	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	k := &link{t: t, addr: l.Addr().String(), target: target, l: l, rate: rate, conns: make(map[net.Conn]bool)}
-	k.wg.Go(k.accept)
-	t.Cleanup(func() {
-		l.Close()
-		k.setCut(true)
-		k.wg.Wait()
-	})
-	return k
-}
-
-func (k *link) accept() {
-	for {
-		c, err := k.l.Accept()
-		if err != nil {
-			return
-		}
-		k.wg.Go(func() { k.serve(c) })
-	}
-}
-
-func (k *link) serve(c net.Conn) {
-	defer c.Close()
-	s, err := net.Dial("tcp", k.target)
-	if err != nil {
-		return
-	}
-	defer s.Close()
-	k.mu.Lock()
-	if k.cut {
-		k.mu.Unlock()
-		return
-	}
-	k.conns[c], k.conns[s] = true, true
-	k.mu.Unlock()
-	// Small buffers: what is cut must not be on its way already.
-	for _, x := range []net.Conn{c, s} {
-		_ = x.(*net.TCPConn).SetReadBuffer(64 << 10)
-		_ = x.(*net.TCPConn).SetWriteBuffer(64 << 10)
-	}
-	done := make(chan struct{}, 2)
-	k.wg.Go(func() { _, _ = io.Copy(s, c); c.Close(); s.Close(); done <- struct{}{} })
-	k.wg.Go(func() { k.down(c, s); c.Close(); s.Close(); done <- struct{}{} })
-	<-done
-	<-done
-	k.mu.Lock()
-	delete(k.conns, c)
-	delete(k.conns, s)
-	k.mu.Unlock()
-}
-
-// down passes bytes from the server to the client at the rate.
-func (k *link) down(c, s net.Conn) {
-	buf := make([]byte, 16<<10)
-	for {
-		n, err := s.Read(buf)
-		if n > 0 {
-			for {
-				k.mu.Lock()
-				stall, cut := k.stall, k.cut
-				k.mu.Unlock()
-				if cut {
-					return
-				}
-				if !stall {
-					break
-				}
-				time.Sleep(5 * time.Millisecond)
-			}
-			k.mu.Lock()
-			rate, corrupt := k.rate, k.corrupt
-			k.moved += int64(n)
-			if k.until > 0 && k.moved >= k.until {
-				k.stall, k.until = true, 0
-			}
-			k.mu.Unlock()
-			if corrupt != nil {
-				corrupt(buf[:n])
-			}
-			if _, err := c.Write(buf[:n]); err != nil {
-				return
-			}
-			if rate > 0 {
-				time.Sleep(time.Duration(int64(n) * int64(time.Second) / rate))
-			}
-		}
-		if err != nil {
-			return
-		}
-	}
-}
-
-func (k *link) setRate(rate int64) {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	k.rate = rate
-}
-
-// setCut drops all connections and refuses new ones, or lets them through again.
-func (k *link) setCut(cut bool) {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	k.cut = cut
-	if cut {
-		for c := range k.conns {
-			c.Close()
-		}
-	}
-}
-
-func (k *link) setStall(stall bool) {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	k.stall = stall
-}
-
-// stallAfter lets so many more bytes through, and then none: what is here when a
-// test looks does not depend on how quick this machine is.
-func (k *link) stallAfter(n int64) {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	k.until = k.moved + n
-}
-
-// open lets everything through, as fast as it goes.
-func (k *link) open() {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	k.rate, k.stall, k.until = 0, false, 0
-}
-
-func (k *link) setCorrupt(fn func([]byte)) {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	k.corrupt = fn
-}
-
-func (k *link) bytesMoved() int64 {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	return k.moved
-}
-
-// via is the reference of an image through the link.
-func (k *link) via(ref string) string {
-	_, rest, _ := strings.Cut(ref, "/")
-	return k.addr + "/" + rest
-}
-
 // eventually waits until cond returns nil.
 func eventually(t testing.TB, what string, cond func() error) {
 	t.Helper()
@@ -651,13 +353,6 @@ func eventually(t testing.TB, what string, cond func() error) {
 		}
 		time.Sleep(10 * time.Millisecond)
 	}
-}
-
-// noise is bytes that do not compress.
-func noise(n int) string {
-	b := make([]byte, n)
-	_, _ = rand.Read(b)
-	return string(b)
 }
 
 // command runs foil to its end and returns what it printed and its exit code.

@@ -58,17 +58,50 @@ echo done`
 			return nil
 		})
 	}
+	w, kills := killAtRandom(t, w, refs, random, 8*time.Second)
+	k.setRate(0)
+	var found comparison
+	for i, r := range runs {
+		found.output(t, r, ids[i], images[i/2])
+	}
+	for i, ref := range refs {
+		w.mustPull(ref, api.Complete)
+		found.files(t, w, ref, images[i])
+	}
+	eio := 0
+	for _, id := range ids {
+		b, _ := os.ReadFile(filepath.Join(root, "containers", id, "upper", "tmp-eio"))
+		eio += strings.Count(string(b), "eio")
+		if err := w.client.RemoveContainer(t.Context(), id); err != nil {
+			t.Error(err)
+		}
+	}
+	t.Logf("daemon killed %d times, keeper %d times; %d files compared, %d wrong, %d reads hung, %d failed with EIO and were tried again",
+		kills["daemon"], kills["keeper"], found.compared, found.wrong, found.hung, eio)
+	if found.wrong > 0 {
+		t.Errorf("%d of %d files had wrong bytes", found.wrong, found.compared)
+	}
+	w.leavesNothing(t, ids...)
+	for i, ref := range refs {
+		intact(t, w, ref, images[i])
+	}
+}
+
+// killAtRandom kills the daemon or the keeper now and then, and returns the last daemon
+// and how often each was killed.
+func killAtRandom(t *testing.T, w *worker, refs []string, random *rand.Rand, during time.Duration) (*worker, map[string]int) {
+	t.Helper()
 	kills := map[string]int{}
-	for end := time.Now().Add(8 * time.Second); time.Now().Before(end); {
+	for end := time.Now().Add(during); time.Now().Before(end); {
 		time.Sleep(time.Duration(random.IntN(400)) * time.Millisecond)
 		if random.IntN(3) > 0 {
 			w.kill()
 			kills["daemon"]++
-			w = startWorker(t, root)
+			w = startWorker(t, w.root)
 			continue
 		}
 		// The daemon notices, and has another keeper, before anything else dies.
-		old := pidsOf(t, root, "keeper")
+		old := pidsOf(t, w.root, "keeper")
 		for _, pid := range old {
 			_ = syscall.Kill(pid, syscall.SIGKILL)
 			kills["keeper"]++
@@ -81,63 +114,51 @@ echo done`
 			return err
 		})
 	}
-	k.setRate(0)
-	compared, wrong, hung := 0, 0, 0
-	for i, r := range runs {
-		select {
-		case <-r.done:
-		case <-time.After(time.Minute):
-			hung++
-			t.Errorf("container %s hangs; output ends %q", ids[i], tail(r.out.String()))
-			continue
-		}
-		if code := r.cmd.ProcessState.ExitCode(); code != 0 {
-			t.Errorf("container %s: exit code %d, %s", ids[i], code, r.errOut.String())
-		}
-		want := strings.Split(wantSums(t, images[i/2]), "\n")
-		got := strings.Split(r.out.String(), "\n")
-		for j, line := range want {
-			compared++
-			if j >= len(got) || got[j] != line {
-				wrong++
-			}
+	return w, kills
+}
+
+// comparison counts files that were compared with those of an image.
+type comparison struct{ compared, wrong, hung int }
+
+// output compares what a container has printed, the sums of all files, when it has ended.
+func (c *comparison) output(t *testing.T, r *foilRun, id string, img image) {
+	t.Helper()
+	select {
+	case <-r.done:
+	case <-time.After(time.Minute):
+		c.hung++
+		t.Errorf("container %s hangs; output ends %q", id, tail(r.out.String()))
+		return
+	}
+	if code := r.cmd.ProcessState.ExitCode(); code != 0 {
+		t.Errorf("container %s: exit code %d, %s", id, code, r.errOut.String())
+	}
+	got := strings.Split(r.out.String(), "\n")
+	for j, line := range strings.Split(wantSums(t, img), "\n") {
+		c.compared++
+		if j >= len(got) || got[j] != line {
+			c.wrong++
 		}
 	}
-	for i, ref := range refs {
-		w.mustPull(ref, api.Complete)
-		dir := unpack(t, images[i])
-		names, err := filepath.Glob(filepath.Join(dir, "data", "*"))
+}
+
+// files compares the files of a mounted image.
+func (c *comparison) files(t *testing.T, w *worker, ref string, img image) {
+	t.Helper()
+	names, err := filepath.Glob(filepath.Join(unpack(t, img), "data", "*"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, name := range names {
+		want, err := os.ReadFile(name)
 		if err != nil {
 			t.Fatal(err)
 		}
-		for _, name := range names {
-			want, err := os.ReadFile(name)
-			if err != nil {
-				t.Fatal(err)
-			}
-			got, err := os.ReadFile(filepath.Join(w.mountOf(ref), "data", filepath.Base(name)))
-			compared++
-			if err != nil || string(got) != string(want) {
-				wrong++
-			}
+		got, err := os.ReadFile(filepath.Join(w.mountOf(ref), "data", filepath.Base(name)))
+		c.compared++
+		if err != nil || string(got) != string(want) {
+			c.wrong++
 		}
-	}
-	eio := 0
-	for _, id := range ids {
-		b, _ := os.ReadFile(filepath.Join(root, "containers", id, "upper", "tmp-eio"))
-		eio += strings.Count(string(b), "eio")
-		if err := w.client.RemoveContainer(t.Context(), id); err != nil {
-			t.Error(err)
-		}
-	}
-	t.Logf("daemon killed %d times, keeper %d times; %d files compared, %d wrong, %d reads hung, %d failed with EIO and were tried again",
-		kills["daemon"], kills["keeper"], compared, wrong, hung, eio)
-	if wrong > 0 {
-		t.Errorf("%d of %d files had wrong bytes", wrong, compared)
-	}
-	w.leavesNothing(t, ids...)
-	for i, ref := range refs {
-		intact(t, w, ref, images[i])
 	}
 }
 

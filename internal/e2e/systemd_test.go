@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"hydrofoil.dev/foil/internal/logtest"
 	"hydrofoil.dev/foil/internal/worker/api"
 	"hydrofoil.dev/foil/internal/worker/snapshotter"
 )
@@ -82,7 +83,7 @@ func startSystemd(t *testing.T, unitDir string) *systemd {
 	cmd := exec.Command("/bin/sh", "-c", script.String())
 	// With "container" it leaves the host's devices alone.
 	cmd.Env = append(os.Environ(), "container=foil-test", "SYSTEMD_UNIT_PATH="+unitDir)
-	var log logBuffer
+	var log logtest.Buffer
 	cmd.Stdout, cmd.Stderr = &log, &log
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
@@ -190,23 +191,39 @@ func (s *systemd) ctl(args ...string) (string, error) {
 	return string(out), err
 }
 
-// A daemon under systemd, by the unit of deploy/systemd, while a read waits for
-// bytes on their way: an upgrade (the program's file is replaced, the service
-// restarted), kill -9 of the daemon, and of daemon and keeper at once.
-func TestTheUnitUnderSystemd(t *testing.T) {
-	s := startServer(t, t.TempDir())
-	img := manyFiles(t, 200, 60_000, 4, 0)
-	k := newLink(t, s.addr, 0)
-	k.stallAfter(3 << 20)
-	ref := k.via(s.push("half", "1", img))
-	root := workerRoot(t)
-	unit, err := os.ReadFile("../../deploy/systemd/foil-node.service")
+// must calls systemctl, which has to succeed.
+func (s *systemd) must(t *testing.T, args ...string) string {
+	t.Helper()
+	out, err := s.ctl(args...)
 	if err != nil {
-		t.Fatal(err)
+		status, _ := s.ctl("status", "--no-pager", "foil-node")
+		t.Fatalf("%v\n%s", err, status)
 	}
-	units := t.TempDir()
+	return out
+}
+
+// restarts waits until systemd has started the daemon again whose process was old.
+func (s *systemd) restarts(t *testing.T, w *worker, old int) {
+	t.Helper()
+	eventually(t, "systemd starts the daemon again", func() error {
+		st, err := w.client.Status(t.Context())
+		if err == nil && st.PID == old {
+			err = errors.New("it is there still")
+		}
+		if err == nil {
+			_, err = s.ctl("is-active", "foil-node")
+		}
+		return err
+	})
+}
+
+// unitOf makes a directory with the unit of deploy/systemd, for a root, and the program
+// that it runs. install replaces the program's file, as an upgrade does.
+func unitOf(t *testing.T, root string) (units string, install func()) {
+	t.Helper()
+	units = t.TempDir()
 	program := filepath.Join(units, "foil")
-	install := func() {
+	install = func() {
 		t.Helper()
 		b, err := os.ReadFile(foil)
 		if err == nil {
@@ -220,6 +237,10 @@ func TestTheUnitUnderSystemd(t *testing.T) {
 		}
 	}
 	install()
+	unit, err := os.ReadFile("../../deploy/systemd/foil-node.service")
+	if err != nil {
+		t.Fatal(err)
+	}
 	exe := fmt.Sprintf("%s node --root %s", program, root)
 	if gate := os.Getenv(gateEnv); gate != "" {
 		exe += " --gate " + gate
@@ -228,15 +249,24 @@ func TestTheUnitUnderSystemd(t *testing.T) {
 	if err := os.WriteFile(filepath.Join(units, "foil-node.service"), []byte(text), 0o644); err != nil {
 		t.Fatal(err)
 	}
+	return units, install
+}
+
+// A daemon under systemd, by the unit of deploy/systemd, while a read waits for
+// bytes on their way: an upgrade (the program's file is replaced, the service
+// restarted), kill -9 of the daemon, and of daemon and keeper at once.
+func TestTheUnitUnderSystemd(t *testing.T) {
+	s := startServer(t, t.TempDir())
+	img := manyFiles(t, 200, 60_000, 4, 0)
+	k := newLink(t, s.addr, 0)
+	k.stallAfter(3 << 20)
+	ref := k.via(s.push("half", "1", img))
+	root := workerRoot(t)
+	units, install := unitOf(t, root)
 	sd := startSystemd(t, units)
 	ctl := func(args ...string) string {
 		t.Helper()
-		out, err := sd.ctl(args...)
-		if err != nil {
-			status, _ := sd.ctl("status", "--no-pager", "foil-node")
-			t.Fatalf("%v\n%s", err, status)
-		}
-		return out
+		return sd.must(t, args...)
 	}
 	ctl("start", "foil-node") // returns when the daemon has said that it is ready
 	w := &worker{process: &process{t: t}, root: root, client: api.Dial(root)}
@@ -270,25 +300,12 @@ func TestTheUnitUnderSystemd(t *testing.T) {
 	r.waits(t)
 	old := pid()
 	ctl("kill", "--signal=SIGKILL", "--kill-who=main", "foil-node")
-	started := func(old int) {
-		t.Helper()
-		eventually(t, "systemd starts the daemon again", func() error {
-			st, err := w.client.Status(t.Context())
-			if err == nil && st.PID == old {
-				err = errors.New("it is there still")
-			}
-			if err == nil {
-				_, err = sd.ctl("is-active", "foil-node")
-			}
-			return err
-		})
-	}
-	started(old)
+	sd.restarts(t, w, old)
 	r.waits(t)
 	// Daemon and keeper at once: what they held, systemd has as well.
 	old = pid()
 	ctl("kill", "--signal=SIGKILL", "--kill-who=all", "foil-node")
-	started(old)
+	sd.restarts(t, w, old)
 	if now := pidsOf(t, root, "keeper"); len(now) != 1 || now[0] == keepers[0] {
 		t.Errorf("keepers %v after both were killed, %v before", now, keepers)
 	}

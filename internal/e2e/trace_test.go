@@ -11,7 +11,6 @@ import (
 	"path/filepath"
 	"regexp"
 	"slices"
-	"sort"
 	"strings"
 	"syscall"
 	"testing"
@@ -82,8 +81,15 @@ func hostProgram(t *testing.T, program string) layertest.Blob {
 func cached(t *testing.T, img *picture.Image, mnt string) map[string]bool {
 	t.Helper()
 	pages := map[string]bool{}
+	first := map[int32]string{} // of each content, the first path that has it
 	byPath := map[string]int32{}
-	img.TOC.Walk(func(path string, inode int) { byPath[path] = img.TOC.Inodes[inode].Content })
+	img.TOC.Walk(func(path string, inode int) {
+		c := img.TOC.Inodes[inode].Content
+		byPath[path] = c
+		if first[c] == "" {
+			first[c] = path
+		}
+	})
 	err := filepath.WalkDir(mnt, func(path string, d fs.DirEntry, err error) error {
 		if err != nil || !d.Type().IsRegular() {
 			return err
@@ -109,7 +115,7 @@ func cached(t *testing.T, img *picture.Image, mnt string) map[string]bool {
 		content := byPath[strings.TrimPrefix(path, mnt)]
 		for i, b := range in {
 			if b&1 != 0 {
-				pages[fmt.Sprintf("%s %d", img.Path(uint32(content)), i)] = true
+				pages[fmt.Sprintf("%s %d", first[content], i)] = true
 			}
 		}
 		return nil
@@ -213,9 +219,7 @@ func TestTraceIsExact(t *testing.T) {
 	}
 	began := time.Now()
 	script := "/bin/busybox dd if=/data/05 of=/dev/null bs=4096 skip=3 count=2; /bin/busybox cat /data/06 >/dev/null; exec " + git + " --version"
-	cmd := exec.Command("/bin/busybox", "sh", "-c", script)
-	cmd.SysProcAttr = &syscall.SysProcAttr{Chroot: c.Rootfs}
-	cmd.Dir = "/"
+	cmd := inRoot(c.Rootfs, "/bin/busybox", "sh", "-c", script)
 	if out, err := cmd.CombinedOutput(); err != nil || !bytes.Contains(out, []byte("git version")) {
 		t.Fatalf("%v: %s", err, out)
 	}
@@ -243,26 +247,7 @@ func TestTraceIsExact(t *testing.T) {
 	if st.Pages != v.Pages || int(v.Pages) != len(want) || v.Service != trace.Service([]string{"sh"}) {
 		t.Errorf("%d pages, the trace has %d; service %s", st.Pages, v.Pages, v.Service)
 	}
-	// In order: busybox, then what it read, then git.
-	var order []string
-	for _, touch := range v.Touched {
-		if len(order) == 0 || order[len(order)-1] != touch.Path {
-			order = append(order, touch.Path)
-		}
-	}
-	at := func(path string) int {
-		return sort.Search(len(order), func(i int) bool {
-			for _, p := range order[:i+1] {
-				if p == path {
-					return true
-				}
-			}
-			return false
-		})
-	}
-	if a, b, c, d := at("/bin/busybox"), at("/data/05"), at("/data/06"), at(git); a > b || b > c || c > d || d == len(order) {
-		t.Errorf("order %v", order)
-	}
+	readInOrder(t, v, "/bin/busybox", "/data/05", "/data/06", git)
 	if n := len(want); n < 100 {
 		t.Errorf("only %d pages: too few to be a test", n)
 	}
@@ -281,8 +266,43 @@ func TestTraceIsExact(t *testing.T) {
 		t.Errorf("%s is left: %v", c.Dir, err)
 	}
 
-	// Another start finds these pages, and no others; its trace has them, and what it reads besides.
-	c, err = w.client.CreateContainer(t.Context(), api.ContainerRequest{ID: "traced", Ref: ref, Trace: true, Before: res.Trace})
+	both := traceAgain(t, w, names, ref, res.Trace, want)
+	_, err = w.client.CreateContainer(t.Context(), api.ContainerRequest{ID: "traced", Ref: next, Trace: true, Before: both})
+	if e, ok := errors.AsType[*api.Error](err); !ok || e.Code != api.CodeInvalid {
+		t.Errorf("with a trace of another image: %v", err)
+	}
+}
+
+// inRoot is a command whose root directory is another one.
+func inRoot(root string, args ...string) *exec.Cmd {
+	cmd := exec.Command(args[0], args[1:]...)
+	cmd.SysProcAttr = &syscall.SysProcAttr{Chroot: root}
+	cmd.Dir = "/"
+	return cmd
+}
+
+// readInOrder checks that a trace has these files, and that they were first read in this
+// order.
+func readInOrder(t *testing.T, v *picture.Trace, paths ...string) {
+	t.Helper()
+	at := make([]int, len(paths))
+	for i, path := range paths {
+		at[i] = slices.IndexFunc(v.Touched, func(touch picture.Touched) bool { return touch.Path == path })
+	}
+	if slices.Contains(at, -1) || !slices.IsSorted(at) {
+		t.Errorf("%q were read first at %d of %d", paths, at, len(v.Touched))
+	}
+}
+
+// traceAgain traces another start of an image. It finds the pages of the trace before, which
+// are want, and no others; its trace, which is returned, has them, and what it reads besides.
+func traceAgain(t *testing.T, w *worker, names *picture.Image, ref string, before []byte, want map[string]bool) []byte {
+	t.Helper()
+	first, err := trace.Decode(before)
+	if err != nil {
+		t.Fatal(err)
+	}
+	c, err := w.client.CreateContainer(t.Context(), api.ContainerRequest{ID: "traced", Ref: ref, Trace: true, Before: before})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -295,25 +315,24 @@ func TestTraceIsExact(t *testing.T) {
 			t.Errorf("pages of the trace, and those in the page cache:\n%s", diff)
 		}
 	}
-	began = time.Now()
-	cmd = exec.Command("/bin/busybox", "cat", "/data/05")
-	cmd.SysProcAttr = &syscall.SysProcAttr{Chroot: c.Rootfs}
-	cmd.Dir = "/"
+	began := time.Now()
+	cmd := inRoot(c.Rootfs, "/bin/busybox", "cat", "/data/05")
 	if err := cmd.Run(); err != nil {
 		t.Fatal(err)
 	}
-	req.Started, req.Ready = began, time.Now()
-	if res, err = w.client.Trace(t.Context(), c.ID, req); err != nil {
+	res, err := w.client.Trace(t.Context(), c.ID, api.TraceRequest{Args: []string{"sh"}, Started: began, Ready: time.Now()})
+	if err != nil {
 		t.Fatal(err)
 	}
 	both, err := trace.Decode(res.Trace)
 	if err != nil {
 		t.Fatal(err)
 	}
-	if both.Ready != tr.Ready {
-		t.Errorf("ready after %v, the first start was after %v", both.Ready, tr.Ready)
+	if both.Ready != first.Ready {
+		t.Errorf("ready after %v, the first start was after %v", both.Ready, first.Ready)
 	}
-	if v, err = names.Trace(both); err != nil {
+	v, err := names.Trace(both)
+	if err != nil {
 		t.Fatal(err)
 	}
 	for p := range cached(t, names, filepath.Join(c.Dir, "image")) {
@@ -325,10 +344,7 @@ func TestTraceIsExact(t *testing.T) {
 	if err := w.client.RemoveContainer(t.Context(), c.ID); err != nil {
 		t.Fatal(err)
 	}
-	_, err = w.client.CreateContainer(t.Context(), api.ContainerRequest{ID: "traced", Ref: next, Trace: true, Before: res.Trace})
-	if e, ok := errors.AsType[*api.Error](err); !ok || e.Code != api.CodeInvalid {
-		t.Errorf("with a trace of another image: %v", err)
-	}
+	return res.Trace
 }
 
 // TestTraceDaemonKilled: a daemon that is killed while it records leaves nobody hanging,

@@ -146,7 +146,7 @@ func TestFanotifyEvent(t *testing.T) {
 			_, err := after.ReadAt(make([]byte, 3000), 4097)
 			done <- err
 		}()
-		if err := group.SetReadDeadline(time.Now().Add(30 * time.Second)); err != nil {
+		if err := group.SetReadDeadline(time.Now().Add(2 * time.Minute)); err != nil {
 			t.Fatal(err)
 		}
 		var buf [PreAccessEventLen]byte

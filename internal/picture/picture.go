@@ -41,12 +41,6 @@ func NewImage(ref string, encoded []byte) (*Image, error) {
 	return img, nil
 }
 
-// Path returns the first path that has a content.
-func (img *Image) Path(content uint32) string { return img.paths[content] }
-
-// Bytes returns the size of all contents.
-func (img *Image) Bytes() int64 { return img.bytes }
-
 // Touched is the first read of some pages of a file.
 type Touched struct {
 	Path   string  `json:"path"`

@@ -108,9 +108,6 @@ func (s *Set) count() {
 	})
 }
 
-// Files are the files of the set, those with most pages first.
-func (s *Set) Files() []File { return s.files }
-
 // Pages and Bytes are those of the set, each page once.
 func (s *Set) Pages() (pages, bytes int64) {
 	for i := range s.files {

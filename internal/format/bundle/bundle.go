@@ -17,14 +17,13 @@
 // this order, and every number but those of frames is checked by the reader:
 //
 //	1 Hello   once, first
-//	2 Image   one for each image asked for, before Plan
-//	7 Startup at most one for an image that asked for it, after all Image
-//	          sections and before Plan
-//	10 Here   at most one for each Startup, anywhere between Image sections and Plan; may be skipped
-//	12 Filled at most one for each Startup, after it and before its Pages; may be skipped
-//	9 Pages   once for each frame of each Startup, in their order, before Plan
-//	3 Plan    once; between Pages of the last Startup, if Request.EarlyPlan says so
-//	4 Frame   once for each frame of the plan, after it
+//	2 Image   once, before Plan
+//	10 Here   at most once, after Image and before Plan; may be skipped
+//	7 Startup at most once, if it was asked for, after Image and before Plan
+//	12 Filled at most once, after Startup and before Pages; may be skipped
+//	9 Pages   once for each frame of Startup, in their order, before Plan
+//	3 Plan    once; between Pages, if Request.EarlyPlan says so
+//	4 Frame   once for each frame of the plan but those that were skipped, after it
 //	5 Error   ends the stream, at any place
 //	6 End     ends the stream when everything has been sent
 //	11 Alive  anywhere after Hello, any number; may be skipped
@@ -32,13 +31,16 @@
 // A stream that ends in any other way was cut. Number 8 is kept for a TOC as a
 // delta against another.
 //
+// A stream is of one image. Sections that have an index of the image in the request have it at
+// 0, and a reader refuses another.
+//
 // Hello is the version of the stream (1) and a block, the stream ID, which
 // Promotion names.
 //
 // Image is one column and, after it, the encoded TOC up to the end of the
 // payload, or nothing if the worker has it. The column holds:
 //
-//	index     uvarint: which of Request.Images this is
+//	index     uvarint: 0
 //	have      uvarint: 1 if the TOC is left out because the worker has it, else 0
 //	segments  uvarint: the number of segments in the TOC
 //	blocks    manifest: digest, media type, bytes; the index it was chosen from:
@@ -50,7 +52,7 @@
 // Startup is the startup set of an image, or what the worker lacks of it: page
 // runs of contents, in frames. The payload is
 //
-//	index     uvarint: which of Request.Images this is
+//	index     uvarint: 0
 //	origin    block: what the set was made from, one of the Origin constants
 //	max       column: per frame, uvarint, the most bytes it takes
 //	counts    column: per frame, uvarint, its runs
@@ -62,23 +64,21 @@
 // Startup.Resolve). The raw bytes of a frame are those of its runs one after the
 // other, the last page of a content as short as it is.
 //
-// Here is a uvarint, the index in Request.Images, and a list of runs as in package trace: the pages of
+// Here is a uvarint, 0, and a list of runs as in package trace: the pages of
 // the startup set that do not come, in the order of need, since the request says that the worker
 // has them. They are likely to be on its disk, and in no memory.
 //
-// Filled is two uvarints, the index in Request.Images, and how many of the last frames of its Startup
-// hold filled pages (Startup.Filled).
+// Filled is two uvarints, 0 and how many of the last frames of Startup hold filled pages
+// (Startup.Filled).
 //
-// Pages is two uvarints, the image's index in the request and that of the frame in its Startup,
-// and the frame as package segment codes it.
+// Pages is two uvarints, 0 and the index of the frame in Startup, and the frame as package segment codes it.
 //
 // What is in a startup set is in segments, too. The plan leaves out a segment
 // when all of its pages are in the set, or in Have.Pages, unless it goes in one
 // frame with others that are wanted; every other segment is sent whole. So pages
 // may arrive twice: they must then be equal.
 //
-// Plan names segments by number: the segments of all TOCs of the stream, in the
-// order of the Image sections, numbered through from 0. Of segments with equal
+// Plan names segments by their numbers in the TOC. Of segments with equal
 // IDs the lowest number is meant. Holes are never planned. The payload is
 //
 //	totals    four uvarints: frames, segments planned, bytes that all Frame
@@ -90,8 +90,11 @@
 //	          before it (before the first: less -1)
 //
 // Frame is a uvarint, the index of the frame in the plan, and the frame as
-// package segment codes it. Frames come in the order of the plan unless a
-// promotion changed it; see also Request.Hold. A frame encoded against a content would come with an
+// package segment codes it. Frames come in the order of the plan, but for those that a
+// promotion named: so the lowest frame that has not arrived is where the stream is, and before a
+// frame come those below it that have not arrived, and what was promoted. (Older servers
+// send frames behind a promoted one along with it.) Frames that Promotion.Skip names do not come. See
+// also Request.Hold and Request.Choose. A frame encoded against a content would come with an
 // encoding of its own (see segment.Encoding).
 //
 // Error is three blocks: a code (one of the Code constants), a message for
@@ -174,11 +177,9 @@ type Blob struct {
 	Bytes     []byte
 }
 
-// Image is one image of the request: all that is needed to mount it but the
+// Image is the image of the request: all that is needed to mount it but the
 // bytes of its files.
 type Image struct {
-	// Index is its place in Request.Images.
-	Index    int
 	Manifest Blob
 	// Chosen is the index (image list) from which Manifest was chosen; nil if
 	// the reference named the manifest itself.
@@ -220,9 +221,7 @@ func (m *Image) DecodeTOC(encoded []byte) (*toc.TOC, error) {
 // Plan says which frames the stream has, in which order.
 type Plan struct {
 	Frames []PlanFrame
-	// Segments are the numbers of all frames' segments, frame by frame. The
-	// number of segment i of the TOC of the stream's k-th Image section is i plus
-	// the segments of the sections before it.
+	// Segments are the numbers in the TOC of all frames' segments, frame by frame.
 	Segments []uint32
 	// MaxBytes is the most that all Frame sections take in the stream.
 	MaxBytes int64
@@ -270,39 +269,28 @@ func (e *Error) Error() string {
 	return fmt.Sprintf("server: %s: %s (%s)", e.Ref, e.Message, e.Code)
 }
 
-// Check compares the plan with the TOCs of the stream's images, in the order of
-// the Image sections: every number names a segment that is no hole, none is
-// named twice, of equal IDs the lowest, and lengths add up. Whoever writes what
+// Check compares the plan with the image's TOC: every number names a segment that is no hole,
+// none is named twice, of equal IDs the lowest, and lengths add up. Whoever writes what
 // frames hold to where the plan says must call it first.
-func (p *Plan) Check(tocs []*toc.TOC) error {
-	all := 0
-	for _, t := range tocs {
-		all += len(t.Segments)
-	}
-	segments := make([]*toc.Segment, 0, all)
-	for _, t := range tocs {
-		for i := range t.Segments {
-			segments = append(segments, &t.Segments[i])
-		}
-	}
+func (p *Plan) Check(t *toc.TOC) error {
 	planned := make(map[segment.ID]uint32, len(p.Segments))
 	for i, f := range p.Frames {
 		raw := uint64(0)
 		for _, n := range p.Segments[f.First : f.First+f.Segments] {
-			if int(n) >= all || segments[n].ID.IsHole() {
-				return fmt.Errorf("%w: plan: frame %d names segment %d of %d, or it is a hole", ErrCorrupt, i, n, all)
+			if int(n) >= len(t.Segments) || t.Segments[n].ID.IsHole() {
+				return fmt.Errorf("%w: plan: frame %d names segment %d of %d, or it is a hole", ErrCorrupt, i, n, len(t.Segments))
 			}
-			if before, ok := planned[segments[n].ID]; ok {
+			if before, ok := planned[t.Segments[n].ID]; ok {
 				return fmt.Errorf("%w: plan: frame %d names segment %d, which is %d", ErrCorrupt, i, n, before)
 			}
-			planned[segments[n].ID] = n
-			raw += uint64(segments[n].Length)
+			planned[t.Segments[n].ID] = n
+			raw += uint64(t.Segments[n].Length)
 		}
 		if raw != uint64(f.RawLength) {
 			return fmt.Errorf("%w: plan: frame %d has %d bytes, its segments %d", ErrCorrupt, i, f.RawLength, raw)
 		}
 	}
-	for n, s := range segments {
+	for n, s := range t.Segments {
 		if lowest, ok := planned[s.ID]; ok && uint32(n) < lowest {
 			return fmt.Errorf("%w: plan: segment %d is named by number %d", ErrCorrupt, n, lowest)
 		}

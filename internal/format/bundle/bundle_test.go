@@ -34,12 +34,11 @@ var update = flag.Bool("update", false, "write golden files anew")
 // unchecked compares images without what Reader notes of them.
 var unchecked = cmpopts.IgnoreUnexported(bundle.Image{})
 
-// fixture is an answer to a request for two images: one chosen from an index,
-// one whose TOC the worker has.
+// fixture is an answer to a request for an image that is chosen from an index.
 type fixture struct {
 	req    *bundle.Request
-	images []*bundle.Image
-	tocs   []*toc.TOC
+	image  *bundle.Image
+	toc    *toc.TOC
 	plan   *bundle.Plan
 	frames [][]byte
 }
@@ -52,7 +51,7 @@ func mustJSON(v any) []byte {
 	return b
 }
 
-func newImage(index int, files ...string) (*bundle.Image, *toc.TOC) {
+func newImage(files ...string) (*bundle.Image, *toc.TOC) {
 	diffID := digest.FromString(fmt.Sprint(files))
 	config := mustJSON(ocispec.Image{RootFS: ocispec.RootFS{Type: "layers", DiffIDs: []digest.Digest{diffID}}})
 	manifest := mustJSON(ocispec.Manifest{
@@ -76,7 +75,6 @@ func newImage(index int, files ...string) (*bundle.Image, *toc.TOC) {
 		panic(err)
 	}
 	return &bundle.Image{
-		Index:     index,
 		Manifest:  bundle.Blob{Digest: digest.FromBytes(manifest), MediaType: ocispec.MediaTypeImageManifest, Bytes: manifest},
 		Config:    bundle.Blob{Digest: digest.FromBytes(config), MediaType: ocispec.MediaTypeImageConfig, Bytes: config},
 		ChainID:   chain,
@@ -86,28 +84,22 @@ func newImage(index int, files ...string) (*bundle.Image, *toc.TOC) {
 	}, t
 }
 
+var contents = []string{"one", "two", "three, which is longer longer longer longer longer longer longer longer", "four"}
+
 func newFixture() *fixture {
-	a, ta := newImage(0, "one", "two", "three, which is longer longer longer longer longer longer longer longer")
-	b, tb := newImage(1, "two", "four")
-	index := mustJSON(ocispec.Index{Manifests: []ocispec.Descriptor{{Digest: a.Manifest.Digest}}})
-	a.Chosen = &bundle.Blob{Digest: digest.FromBytes(index), MediaType: ocispec.MediaTypeImageIndex, Bytes: index}
+	m, t := newImage(contents...)
+	index := mustJSON(ocispec.Index{Manifests: []ocispec.Descriptor{{Digest: m.Manifest.Digest}}})
+	m.Chosen = &bundle.Blob{Digest: digest.FromBytes(index), MediaType: ocispec.MediaTypeImageIndex, Bytes: index}
 	f := &fixture{
 		req: &bundle.Request{
 			Versions: []int{bundle.Version},
 			Hold:     10 * time.Second,
-			Images: []bundle.ImageRequest{
-				{Repository: "r", Reference: string(a.Chosen.Digest)},
-				{Repository: "r", Reference: "tag"},
-			},
-			Have: []bundle.Have{{ChainID: b.ChainID, TOC: b.TOCDigest, Present: []byte{0}}},
+			Image:    bundle.ImageRequest{Repository: "r", Reference: string(m.Chosen.Digest)},
 		},
-		images: []*bundle.Image{a, b},
-		tocs:   []*toc.TOC{ta, tb},
-		plan:   &bundle.Plan{},
+		image: m, toc: t, plan: &bundle.Plan{},
 	}
-	b.TOC = nil
 	f.frame(2)
-	f.frame(4, 0, 1)
+	f.frame(3, 1)
 	return f
 }
 
@@ -115,7 +107,7 @@ func (f *fixture) frame(numbers ...uint32) {
 	var raw [][]byte
 	n := 0
 	for _, number := range numbers {
-		s := map[uint32]string{0: "one", 1: "two", 2: "three, which is longer longer longer longer longer longer longer longer", 4: "four"}[number]
+		s := contents[number]
 		raw, n = append(raw, []byte(s)), n+len(s)
 	}
 	b, err := segment.AppendFrame(nil, segment.Zstd, raw...)
@@ -133,9 +125,7 @@ func (f *fixture) frame(numbers ...uint32) {
 
 func (f *fixture) write(w *bundle.Writer) {
 	w.Hello(bundle.Hello{Version: 1, Stream: "stream-1"})
-	for _, m := range f.images {
-		w.Image(m)
-	}
+	w.Image(f.image)
 	w.Plan(f.plan)
 	for i := range f.frames {
 		j := len(f.frames) - 1 - i // as after a promotion
@@ -170,7 +160,7 @@ func TestRoundTrip(t *testing.T) {
 		t.Fatal(err)
 	}
 	want := []any{
-		&bundle.Hello{Version: 1, Stream: "stream-1"}, f.images[0], f.images[1], f.plan,
+		&bundle.Hello{Version: 1, Stream: "stream-1"}, f.image, f.plan,
 		&bundle.Frame{Index: 1, Data: f.frames[1]}, &bundle.Frame{Index: 0, Data: f.frames[0]},
 	}
 	if d := cmp.Diff(want, got, unchecked); d != "" {
@@ -182,14 +172,35 @@ func TestRoundTrip(t *testing.T) {
 	if _, err := r.Next(); err != io.EOF {
 		t.Errorf("after the end: %v", err)
 	}
-	if err := f.plan.Check(f.tocs); err != nil {
+	if err := f.plan.Check(f.toc); err != nil {
 		t.Error(err)
 	}
-	if x, err := f.images[0].DecodeTOC(nil); err != nil || x.ChainID != f.images[0].ChainID {
+	if x, err := f.image.DecodeTOC(nil); err != nil || x.ChainID != f.image.ChainID {
 		t.Errorf("%v, %v", x, err)
 	}
-	if _, err := f.images[1].DecodeTOC(f.images[0].TOC); !errors.Is(err, bundle.ErrCorrupt) {
-		t.Errorf("another TOC: %v", err)
+	if other, _ := newImage("other"); other != nil {
+		other.TOC = nil
+		if _, err := other.DecodeTOC(f.image.TOC); !errors.Is(err, bundle.ErrCorrupt) {
+			t.Errorf("another TOC: %v", err)
+		}
+	}
+}
+
+// A TOC that the worker has need not come.
+func TestTOCLeftOut(t *testing.T) {
+	f := newFixture()
+	encoded := f.image.TOC
+	f.image.TOC = nil
+	f.req.Have = []bundle.Have{{ChainID: f.image.ChainID, TOC: f.image.TOCDigest, Present: []byte{0}}}
+	got, _, err := readAll(bytes.NewReader(f.bytes()), f.req)
+	if err != io.EOF {
+		t.Fatal(err)
+	}
+	if d := cmp.Diff(f.image, got[1], unchecked); d != "" {
+		t.Error(d)
+	}
+	if _, err := got[1].(*bundle.Image).DecodeTOC(encoded); err != nil {
+		t.Error(err)
 	}
 }
 
@@ -219,14 +230,11 @@ func TestHead(t *testing.T) {
 			}
 		}
 	}
-	var want []bundle.Image
-	for _, m := range f.images {
-		head := *m
-		head.TOC = nil
-		want = append(want, head)
-	}
-	toc := bytes.Index(b, f.images[0].TOC)
-	for n, heard := range map[int]int{toc - 1: 0, toc: 1, toc + len(f.images[0].TOC): 1, len(b): len(want)} {
+	head := *f.image
+	head.TOC = nil
+	want := []bundle.Image{head}
+	toc := bytes.Index(b, f.image.TOC)
+	for n, heard := range map[int]int{toc - 1: 0, toc: 1, len(b): 1} {
 		if d := cmp.Diff(want[:heard], heads(b[:n]), cmpopts.EquateEmpty(), unchecked); d != "" {
 			t.Errorf("cut after %d of %d bytes: %s", n, len(b), d)
 		}
@@ -235,9 +243,9 @@ func TestHead(t *testing.T) {
 		c := bytes.Clone(b)
 		c[n] ^= 0x10
 		for _, m := range heads(c) {
-			w := want[m.Index]
+			w := want[0]
 			if m.ChainID != w.ChainID || !cmp.Equal(m.Manifest.Bytes, w.Manifest.Bytes) || !cmp.Equal(m.Config.Bytes, w.Config.Bytes) {
-				t.Fatalf("byte %d: another image %d was told of", n, m.Index)
+				t.Fatalf("byte %d: another image was told of", n)
 			}
 		}
 	}
@@ -266,8 +274,8 @@ func TestFlippedBytes(t *testing.T) {
 			if !ok {
 				continue
 			}
-			if !bytes.Equal(m.Config.Bytes, f.images[m.Index].Config.Bytes) || m.ChainID != f.images[m.Index].ChainID || !bytes.Equal(m.TOC, f.images[m.Index].TOC) {
-				t.Fatalf("byte %d: another image %d was read", n, m.Index)
+			if !bytes.Equal(m.Config.Bytes, f.image.Config.Bytes) || m.ChainID != f.image.ChainID || !bytes.Equal(m.TOC, f.image.TOC) {
+				t.Fatalf("byte %d: another image was read", n)
 			}
 		}
 	}
@@ -283,20 +291,17 @@ func TestRefused(t *testing.T) {
 		{"no hello", func(w *bundle.Writer, f *fixture) { w.Plan(f.plan) }, "out of order"},
 		{"two hellos", func(w *bundle.Writer, f *fixture) { hello(w); hello(w) }, "out of order"},
 		{"newer version", func(w *bundle.Writer, f *fixture) { w.Hello(bundle.Hello{Version: 2}) }, "version 2"},
-		{"image twice", func(w *bundle.Writer, f *fixture) { hello(w); w.Image(f.images[0]); w.Image(f.images[0]) }, "image 0"},
-		{"image not asked for", func(w *bundle.Writer, f *fixture) { hello(w); f.images[0].Index = 2; w.Image(f.images[0]) }, "image 2 of 2"},
+		{"image twice", func(w *bundle.Writer, f *fixture) { hello(w); w.Image(f.image); w.Image(f.image) }, "a second one"},
 		{"image after plan", func(w *bundle.Writer, f *fixture) {
 			hello(w)
 			w.Plan(&bundle.Plan{})
-			w.Image(f.images[0])
+			w.Image(f.image)
 		}, "out of order"},
 		{"two plans", func(w *bundle.Writer, f *fixture) { hello(w); w.Plan(&bundle.Plan{}); w.Plan(&bundle.Plan{}) }, "out of order"},
 		{"frame before plan", func(w *bundle.Writer, f *fixture) { hello(w); w.Frame(0, f.frames[0]) }, "before the plan"},
 		{"frame twice", func(w *bundle.Writer, f *fixture) {
-			f.images = f.images[:2]
 			hello(w)
-			w.Image(f.images[0])
-			w.Image(f.images[1])
+			w.Image(f.image)
 			w.Plan(f.plan)
 			w.Frame(0, f.frames[0])
 			w.Frame(0, f.frames[0])
@@ -304,29 +309,32 @@ func TestRefused(t *testing.T) {
 		{"frame not planned", func(w *bundle.Writer, f *fixture) { hello(w); w.Plan(&bundle.Plan{}); w.Frame(0, f.frames[0]) }, "frame 0 of 0"},
 		{"frame too long", func(w *bundle.Writer, f *fixture) {
 			hello(w)
-			w.Image(f.images[0])
-			w.Image(f.images[1])
+			w.Image(f.image)
 			w.Plan(f.plan)
 			w.Frame(1, make([]byte, 200))
 		}, "planned at most"},
 		{"end before frames", func(w *bundle.Writer, f *fixture) { f.frames = nil; f.write(w) }, "out of order"},
-		{"plan of other segments", func(w *bundle.Writer, f *fixture) { hello(w); w.Image(f.images[0]); w.Plan(f.plan) }, "segment 4 of 3"},
+		{"plan of other segments", func(w *bundle.Writer, f *fixture) { hello(w); f.plan.Segments[1] = 4; w.Image(f.image); w.Plan(f.plan) }, "segment 4 of 4"},
 		{"plan with wrong totals", func(w *bundle.Writer, f *fixture) { f.plan.ContentBytes++; f.write(w) }, "totals"},
-		{"manifest", func(w *bundle.Writer, f *fixture) { f.images[0].Manifest.Bytes[5]++; f.write(w) }, "has digest"},
+		{"manifest", func(w *bundle.Writer, f *fixture) { f.image.Manifest.Bytes[5]++; f.write(w) }, "has digest"},
 		{"manifest of another tag", func(w *bundle.Writer, f *fixture) {
-			f.req.Images[0].Reference = string(digest.FromString("x"))
+			f.req.Image.Reference = string(digest.FromString("x"))
 			f.write(w)
 		}, "asked for"},
 		{"manifest not in index", func(w *bundle.Writer, f *fixture) {
-			f.images[0].Chosen.Bytes = []byte("{}")
-			f.images[0].Chosen.Digest = digest.FromString("{}")
-			f.req.Images[0].Reference = "tag"
+			f.image.Chosen.Bytes = []byte("{}")
+			f.image.Chosen.Digest = digest.FromString("{}")
+			f.req.Image.Reference = "tag"
 			f.write(w)
 		}, "does not list"},
-		{"config of another image", func(w *bundle.Writer, f *fixture) { f.images[0].Config = f.images[1].Config; f.write(w) }, "the manifest says"},
-		{"chain ID of another image", func(w *bundle.Writer, f *fixture) { f.images[0].ChainID = f.images[1].ChainID; f.write(w) }, "chain ID"},
-		{"TOC of another digest", func(w *bundle.Writer, f *fixture) { f.images[0].TOC[20]++; f.write(w) }, "TOC has digest"},
-		{"TOC left out", func(w *bundle.Writer, f *fixture) { f.images[0].TOC = nil; f.write(w) }, "left out"},
+		{"config of another image", func(w *bundle.Writer, f *fixture) {
+			other, _ := newImage("other")
+			f.image.Config = other.Config
+			f.write(w)
+		}, "the manifest says"},
+		{"chain ID of another image", func(w *bundle.Writer, f *fixture) { f.image.ChainID = digest.FromString("x"); f.write(w) }, "chain ID"},
+		{"TOC of another digest", func(w *bundle.Writer, f *fixture) { f.image.TOC[20]++; f.write(w) }, "TOC has digest"},
+		{"TOC left out", func(w *bundle.Writer, f *fixture) { f.image.TOC = nil; f.write(w) }, "left out"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			f := newFixture()
@@ -381,11 +389,9 @@ func TestAlive(t *testing.T) {
 	if section := b.Bytes()[b.Len()-6:]; !bytes.Equal(section, []byte{11, 0, 0, 0, 0, 0}) {
 		t.Errorf("the section is % x", section)
 	}
-	for _, m := range f.images {
-		w.Image(m)
-		w.Alive() //nolint:errcheck // Alive returns it
-		w.Alive() //nolint:errcheck // Alive returns it
-	}
+	w.Image(f.image)
+	w.Alive() //nolint:errcheck // End returns it
+	w.Alive() //nolint:errcheck // End returns it
 	w.Plan(f.plan)
 	for i := len(f.frames) - 1; i >= 0; i-- {
 		w.Alive() //nolint:errcheck // End returns it
@@ -438,14 +444,14 @@ func TestPlanCheck(t *testing.T) {
 		damage func(f *fixture)
 	}{
 		{"out of range", func(f *fixture) { f.plan.Segments[0] = 5 }},
-		{"hole", func(f *fixture) { f.tocs[0].Segments[2].ID = segment.ID{} }},
+		{"hole", func(f *fixture) { f.toc.Segments[2].ID = segment.ID{} }},
 		{"twice", func(f *fixture) { f.plan.Segments[1] = 2 }},
-		{"not the lowest", func(f *fixture) { f.plan.Segments[3] = 3 }},
+		{"not the lowest", func(f *fixture) { f.toc.Segments[0].ID = f.toc.Segments[1].ID }},
 		{"lengths", func(f *fixture) { f.plan.Frames[0].RawLength++ }},
 	} {
 		f := newFixture()
 		c.damage(f)
-		if err := f.plan.Check(f.tocs); !errors.Is(err, bundle.ErrCorrupt) {
+		if err := f.plan.Check(f.toc); !errors.Is(err, bundle.ErrCorrupt) {
 			t.Errorf("%s: %v", c.name, err)
 		}
 	}
@@ -510,6 +516,7 @@ func TestDecodeRequest(t *testing.T) {
 	for name, body := range map[string]string{
 		"empty":         ``,
 		"no images":     `{"versions":[1]}`,
+		"two images":    `{"versions":[1],"images":[{"repository":"a","reference":"b"},{"repository":"c","reference":"d"}]}`,
 		"no version":    `{"images":[{"repository":"a","reference":"b"}]}`,
 		"newer version": `{"versions":[2],"images":[{"repository":"a","reference":"b"}]}`,
 		"no repository": `{"versions":[1],"images":[{"reference":"b"}]}`,
@@ -523,6 +530,8 @@ func TestDecodeRequest(t *testing.T) {
 	} {
 		if _, err := bundle.DecodeRequest([]byte(body)); err == nil {
 			t.Errorf("%s: accepted", name)
+		} else if name == "two images" && !strings.Contains(err.Error(), "2 images, want one") {
+			t.Errorf("%s: %v", name, err)
 		}
 	}
 }
@@ -530,9 +539,25 @@ func TestDecodeRequest(t *testing.T) {
 // TestGolden reads a stream as it was written when the format was fixed.
 func TestGolden(t *testing.T) {
 	f := newFixture()
-	name := filepath.Join("testdata", "two-images.bundle")
+	got, _, err := readAll(bytes.NewReader(golden(t, "image.bundle", f.bytes())), f.req)
+	if err != io.EOF {
+		t.Fatal(err)
+	}
+	want := []any{
+		&bundle.Hello{Version: 1, Stream: "stream-1"}, f.image, f.plan,
+		&bundle.Frame{Index: 1, Data: f.frames[1]}, &bundle.Frame{Index: 0, Data: f.frames[0]},
+	}
+	if d := cmp.Diff(want, got, unchecked); d != "" {
+		t.Error(d)
+	}
+}
+
+// golden returns the bytes of a golden file, which -update makes of those given.
+func golden(t *testing.T, name string, b []byte) []byte {
+	t.Helper()
+	name = filepath.Join("testdata", name)
 	if *update {
-		if err := os.WriteFile(name, f.bytes(), 0o666); err != nil {
+		if err := os.WriteFile(name, b, 0o666); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -540,16 +565,20 @@ func TestGolden(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	got, _, err := readAll(bytes.NewReader(b), f.req)
-	if err != io.EOF {
-		t.Fatal(err)
-	}
-	want := []any{
-		&bundle.Hello{Version: 1, Stream: "stream-1"}, f.images[0], f.images[1], f.plan,
-		&bundle.Frame{Index: 1, Data: f.frames[1]}, &bundle.Frame{Index: 0, Data: f.frames[0]},
-	}
-	if d := cmp.Diff(want, got, unchecked); d != "" {
-		t.Error(d)
+	return b
+}
+
+// Streams of several images, which servers could send once, are refused where the second one begins.
+func TestSeveralImages(t *testing.T) {
+	for _, name := range []string{"two-images.bundle", "startup.bundle", "filled.bundle", "here.bundle"} {
+		b, err := os.ReadFile(filepath.Join("testdata", name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		got, _, err := readAll(bytes.NewReader(b), &bundle.Request{})
+		if !errors.Is(err, bundle.ErrCorrupt) || !strings.Contains(err.Error(), "where one was asked for") || len(got) != 2 {
+			t.Errorf("%s: %d sections, %v", name, len(got), err)
+		}
 	}
 }
 
@@ -593,7 +622,7 @@ func FuzzDecodeRequest(f *testing.F) {
 	f.Add(mustJSON(named))
 	f.Fuzz(func(t *testing.T, b []byte) {
 		req, err := bundle.DecodeRequest(b)
-		if err == nil && (len(req.Images) == 0 || len(req.Images) > bundle.MaxImages || len(req.Damaged) > bundle.MaxDamaged) {
+		if err == nil && (req.Image.Repository == "" || len(req.Damaged) > bundle.MaxDamaged) {
 			t.Fatal("limits are not kept")
 		}
 	})
@@ -637,37 +666,32 @@ func BenchmarkPlan(b *testing.B) {
 	})
 	b.Run("check", func(b *testing.B) {
 		for b.Loop() {
-			if err := p.Check([]*toc.TOC{x}); err != nil {
+			if err := p.Check(x); err != nil {
 				b.Fatal(err)
 			}
 		}
 	})
 }
 
-// What is coded by AppendFrameHead and AppendPagesHead, on another connection, is the same stream.
+// What is coded by AppendFrameHead and AppendPagesHead is the same stream.
 func TestFrameHead(t *testing.T) {
-	var whole, first, rest bytes.Buffer
-	w := bundle.NewWriter(&whole)
-	a := bundle.NewWriter(&first)
-	for _, w := range []*bundle.Writer{w, a} {
+	var whole, coded bytes.Buffer
+	w, b := bundle.NewWriter(&whole), bundle.NewWriter(&coded)
+	for _, w := range []*bundle.Writer{w, b} {
 		w.Hello(bundle.Hello{Version: 1, Stream: "s"})
-		if err := w.Flush(); err != nil {
-			t.Fatal(err)
-		}
 	}
-	b := a.Continue(&rest)
 	for _, index := range []uint32{0, 1, 127, 128, 1 << 20, 1<<32 - 1} {
 		frame := bytes.Repeat([]byte{byte(index)}, int(index%1000))
 		w.Frame(index, frame)
 		b.Sections(append(bundle.AppendFrameHead(nil, index, len(frame)), frame...))
-		w.Pages(int(index%300), index, frame)
-		head := bundle.AppendPagesHead(nil, int(index%300), index, 0)
-		b.Sections(append(bundle.AppendPagesHead(head[:0], int(index%300), index, len(frame)), frame...))
+		w.Pages(index, frame)
+		head := bundle.AppendPagesHead(nil, index, 0)
+		b.Sections(append(bundle.AppendPagesHead(head[:0], index, len(frame)), frame...))
 	}
 	if err := errors.Join(w.End(), b.End()); err != nil {
 		t.Fatal(err)
 	}
-	if got := append(first.Bytes(), rest.Bytes()...); !bytes.Equal(got, whole.Bytes()) {
-		t.Errorf("%x, want %x", got, whole.Bytes())
+	if !bytes.Equal(coded.Bytes(), whole.Bytes()) {
+		t.Errorf("%x, want %x", coded.Bytes(), whole.Bytes())
 	}
 }

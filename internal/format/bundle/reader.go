@@ -29,18 +29,20 @@ type Reader struct {
 	bytes int64
 	err   error
 
-	hello  bool
-	images map[int]bool
-	total  uint64 // segments of the images so far
-	plan   *Plan
-	seen   []bool // frames
-	left   int    // frames
+	hello bool
+	image bool   // its section has been read
+	total uint32 // segments of it
+	plan  *Plan
+	seen  []bool // frames
+	left  int    // frames
 
-	startups map[int]*Startup // by image
-	order    []*Startup       // whose frames are still to come
-	page     int              // the next frame of order[0]
-	heres    map[int]bool     // by image
+	startup *Startup
+	page    int // the next frame of it
+	here    bool
 }
+
+// onlyImage is the index of the image wherever the stream has one.
+const onlyImage = 0
 
 // ReaderOptions says how to read.
 type ReaderOptions struct {
@@ -63,7 +65,7 @@ func NewReader(r io.Reader, o ReaderOptions) *Reader {
 	if o.Buffer == nil {
 		o.Buffer = func(n int) []byte { return make([]byte, n) }
 	}
-	return &Reader{r: bufio.NewReaderSize(r, 256<<10), o: o, images: map[int]bool{}, startups: map[int]*Startup{}, heres: map[int]bool{}}
+	return &Reader{r: bufio.NewReaderSize(r, 256<<10), o: o}
 }
 
 // Bytes returns how many bytes of the stream have been read.
@@ -125,7 +127,7 @@ func (r *Reader) next() (any, error) {
 	var s any
 	var err error
 	if t == TypeImage {
-		s, err = r.image(int64(length))
+		s, err = r.readImage(int64(length))
 	} else {
 		var payload []byte
 		if payload, err = r.payload(int64(length)); err != nil {
@@ -169,10 +171,10 @@ func (r *Reader) section(t Type, payload []byte) (any, error) {
 // inOrder checks that a section may come now.
 func (r *Reader) inOrder(t Type) error {
 	if !r.hello && t != TypeHello || r.hello && t == TypeHello ||
-		r.plan != nil && (t == TypeImage || t == TypePlan || t == TypeStartup || t == TypeHere || t == TypeFilled) ||
-		len(r.startups)+len(r.heres) > 0 && t == TypeImage ||
+		r.plan != nil && (t == TypePlan || t == TypeStartup || t == TypeHere || t == TypeFilled) ||
+		(r.plan != nil || r.startup != nil || r.here) && t == TypeImage ||
 		r.pagesLeft() && (t == TypePlan && !r.o.Request.EarlyPlan || t == TypeEnd) ||
-		t == TypeEnd && (r.plan == nil || r.left > 0) {
+		t == TypeEnd && (r.plan == nil || r.left > 0 && !r.o.Request.Choose) { // else who chose knows what it lacks
 		return fmt.Errorf("%w: section %d out of order", ErrCorrupt, t)
 	}
 	return nil
@@ -229,9 +231,9 @@ func (r *Reader) decodeHello(payload []byte) (*Hello, error) {
 	return h, nil
 }
 
-// image reads an Image section of so many bytes. Its column comes long before its
+// readImage reads an Image section of so many bytes. Its column comes long before its
 // TOC, of which there may be megabytes.
-func (r *Reader) image(length int64) (*Image, error) {
+func (r *Reader) readImage(length int64) (*Image, error) {
 	if err := r.inOrder(TypeImage); err != nil {
 		return nil, err
 	}
@@ -250,7 +252,7 @@ func (r *Reader) image(length int64) (*Image, error) {
 		return nil, err
 	}
 	corrupt := func(err error) error {
-		want := r.o.Request.Images[m.Index]
+		want := r.o.Request.Image
 		return fmt.Errorf("%w: image %s:%s: %w", ErrCorrupt, want.Repository, want.Reference, err)
 	}
 	if err := m.verify(r.o.Request, length > column); err != nil {
@@ -282,7 +284,8 @@ func (r *Reader) decodeImage(column []byte, rest int64) (*Image, error) {
 		return nil, err
 	}
 	c := columns.Reader{B: head}
-	m := &Image{Index: int(c.Uint(1 << 20))}
+	m := new(Image)
+	index := c.Uint(1 << 20)
 	have := c.Uint(1)
 	m.Segments = uint32(c.Uint(toc.MaxSegments))
 	blob := func() Blob {
@@ -297,11 +300,10 @@ func (r *Reader) decodeImage(column []byte, rest int64) (*Image, error) {
 	if err := c.End(); err != nil {
 		return nil, err
 	}
-	if r.images[m.Index] || m.Index >= len(r.o.Request.Images) || (have == 1) != (rest == 0) {
-		return nil, fmt.Errorf("%w: image %d of %d, %d bytes of TOC", ErrCorrupt, m.Index, len(r.o.Request.Images), rest)
+	if r.image || index != onlyImage || (have == 1) != (rest == 0) {
+		return nil, fmt.Errorf("%w: image %d where one was asked for, or a second one, %d bytes of TOC", ErrCorrupt, index, rest)
 	}
-	r.images[m.Index] = true
-	r.total += uint64(m.Segments)
+	r.image, r.total = true, m.Segments
 	return m, nil
 }
 
@@ -322,7 +324,7 @@ func (m *Image) verify(req *Request, comes bool) error {
 			return fmt.Errorf("%s has digest %s, want %s", b.MediaType, got, b.Digest)
 		}
 	}
-	want := req.Images[m.Index]
+	want := req.Image
 	if d := digest.Digest(want.Reference); d.Validate() == nil && d != named {
 		return fmt.Errorf("got %s, asked for %s", named, d)
 	}
@@ -368,7 +370,7 @@ func (r *Reader) decodePlan(payload []byte) (*Plan, error) {
 		return nil, err
 	}
 	for _, n := range p.Segments {
-		if uint64(n) >= r.total {
+		if n >= r.total {
 			return nil, fmt.Errorf("%w: plan names segment %d of %d", ErrCorrupt, n, r.total)
 		}
 	}
@@ -483,9 +485,6 @@ func DecodeRequest(b []byte) (*Request, error) {
 	if !slices.Contains(req.Versions, Version) {
 		return nil, fmt.Errorf("bundle request: versions %v, this server speaks %d", req.Versions, Version)
 	}
-	if n := len(req.Images); n == 0 || n > MaxImages {
-		return nil, fmt.Errorf("bundle request: %d images, want 1 to %d", n, MaxImages)
-	}
 	if n := len(req.Have); n > MaxHave {
 		return nil, fmt.Errorf("bundle request: %d rootfs are here, at most %d", n, MaxHave)
 	}
@@ -498,13 +497,11 @@ func DecodeRequest(b []byte) (*Request, error) {
 	if slices.ContainsFunc(req.Damaged, segment.ID.IsHole) {
 		return nil, errors.New("bundle request: a hole arrived damaged, and holes are not sent")
 	}
-	for _, m := range req.Images {
-		if m.Repository == "" || m.Reference == "" {
-			return nil, errors.New("bundle request: an image without repository or reference")
-		}
-		if n := len(m.Args); n > trace.MaxArgs {
-			return nil, fmt.Errorf("bundle request: %d arguments, at most %d", n, trace.MaxArgs)
-		}
+	if req.Image.Repository == "" || req.Image.Reference == "" {
+		return nil, errors.New("bundle request: an image without repository or reference")
+	}
+	if n := len(req.Image.Args); n > trace.MaxArgs {
+		return nil, fmt.Errorf("bundle request: %d arguments, at most %d", n, trace.MaxArgs)
 	}
 	for _, h := range req.Have {
 		if h.ChainID.Validate() != nil || h.TOC.Validate() != nil {
@@ -516,7 +513,6 @@ func DecodeRequest(b []byte) (*Request, error) {
 
 // Limits of a Request.
 const (
-	MaxImages  = 64
 	MaxHave    = 4096
 	MaxDamaged = 256
 )

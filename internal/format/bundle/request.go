@@ -1,6 +1,8 @@
 package bundle
 
 import (
+	"encoding/json"
+	"fmt"
 	"slices"
 	"time"
 
@@ -37,15 +39,15 @@ type Warm struct {
 	Bytes int64 `json:"bytes"` // 0 to MaxWarm
 }
 
-// Request asks for images in one stream. It is JSON on the wire. A server
+// Request asks for an image. It is JSON on the wire. A server
 // ignores fields that it does not know: a field that must not be ignored comes
 // with a new version of the stream.
 type Request struct {
 	// Versions of the bundle stream that the worker reads; the server picks
 	// one and says so in the stream's Hello section.
 	Versions []int `json:"versions"`
-	// Images wanted, planned together. At least one.
-	Images []ImageRequest `json:"images"`
+	// Image is the one that is wanted. On the wire it is the only element of the list "images".
+	Image ImageRequest `json:"-"`
 	// Have lists the rootfs the worker holds, wholly or in part. The server
 	// sends no segment that one of them has.
 	Have []Have `json:"have,omitempty"`
@@ -58,11 +60,15 @@ type Request struct {
 	// passed or Promotion.Release comes: what a start lacks all the same then has the
 	// line for itself. Nanoseconds.
 	Hold time.Duration `json:"hold,omitempty"`
+	// Choose says that the worker will tell which frames of the plan it does not want, since another
+	// stream of its own brings what is in them (Promotion.Chosen). Until then, and for MaxChoice at
+	// most, the server sends of the plan only what is promoted. Older servers do not wait.
+	Choose bool `json:"choose,omitempty"`
 	// EarlyPlan says that the worker takes the plan, and frames that it has promoted, between the pages
 	// of the last startup set: a read that lacks what is in no set does not wait for the rest of it then.
 	// Older workers do not, and older servers send the plan after the pages.
 	EarlyPlan bool `json:"early_plan,omitempty"`
-	// Damaged, at most MaxDamaged, are segments and page runs of these images that arrived with other
+	// Damaged, at most MaxDamaged, are segments and page runs of the image that arrived with other
 	// bytes than their digests name; one of a frame that did not decode. They are no more
 	// than a hint: the server looks at its own copies of the frames that hold them, and makes anew
 	// what it finds wrong itself. Older workers name none, older servers do not look.
@@ -72,6 +78,37 @@ type Request struct {
 // MaxHold bounds Request.Hold: a server does not keep a stream's plan for longer that
 // nothing is sent of.
 const MaxHold = 30 * time.Second
+
+// MaxChoice is how long a server waits for the choice of Request.Choose.
+const MaxChoice = 10 * time.Second
+
+// plain is a Request without its methods.
+type plain Request
+
+// MarshalJSON makes a list of the image.
+func (r Request) MarshalJSON() ([]byte, error) {
+	return json.Marshal(struct {
+		plain
+		Images []ImageRequest `json:"images"`
+	}{plain(r), []ImageRequest{r.Image}})
+}
+
+// UnmarshalJSON refuses a list that is not of one image.
+func (r *Request) UnmarshalJSON(b []byte) error {
+	var v struct {
+		plain
+		Images []ImageRequest `json:"images"`
+	}
+	if err := json.Unmarshal(b, &v); err != nil {
+		return err
+	}
+	if n := len(v.Images); n != 1 {
+		return fmt.Errorf("%d images, want one: ask for each in a request of its own", n)
+	}
+	*r = Request(v.plain)
+	r.Image = v.Images[0]
+	return nil
+}
 
 // ImageRequest is one image wanted.
 type ImageRequest struct {
@@ -129,8 +166,22 @@ type Have struct {
 type Promotion struct {
 	// Stream is the Hello section's stream ID.
 	Stream string `json:"stream"`
-	// Frames are indices into the stream's plan, most wanted first.
+	// Frames are indices into the stream's plan, most wanted first. The server sends them before all
+	// others, in this order, and no others along with them. Frames that it has sent it ignores.
 	Frames []uint32 `json:"frames"`
+	// Number grows from one promotion of a stream to the next: what a newer one names goes before what
+	// an older one names, whichever arrives first. 0, as older workers say, is the newest. Older
+	// servers take what arrives last for the newest.
+	Number uint64 `json:"number,omitempty"`
+	// Skip, at most MaxSkip, are frames of the plan that need not be sent. One that a promotion
+	// names, whichever of the two arrives first, is sent all the same. Frames that are not in the plan, or
+	// were sent, are ignored. Older servers skip nothing.
+	Skip []uint32 `json:"skip,omitempty"`
+	// Chosen ends the wait of Request.Choose.
+	Chosen bool `json:"chosen,omitempty"`
 	// Release ends what Request.Hold does.
 	Release bool `json:"release,omitempty"`
 }
+
+// MaxSkip bounds Promotion.Skip: a message of so many frames is less than a server takes.
+const MaxSkip = 100_000

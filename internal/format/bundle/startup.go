@@ -3,7 +3,6 @@ package bundle
 import (
 	"encoding/binary"
 	"fmt"
-	"slices"
 	"time"
 
 	"github.com/opencontainers/go-digest"
@@ -24,8 +23,6 @@ const (
 
 // Startup is what a worker lacks of the startup set of an image.
 type Startup struct {
-	// Index is the image's place in Request.Images.
-	Index  int
 	Origin string
 	Frames []StartupFrame
 	// Runs are the frames' page runs, frame by frame.
@@ -106,14 +103,12 @@ func (s *Startup) Resolve(t *toc.TOC) error {
 
 // Here are the pages of a startup set that do not come, since the worker has them.
 type Here struct {
-	Index int // the image's place in Request.Images
 	// Runs may lie in no content: trace.Check says.
 	Runs []trace.Run
 }
 
 // Pages is one frame of a startup set.
 type Pages struct {
-	Image int    // in Request.Images
 	Frame uint32 // in Startup.Frames
 	Data  []byte // for segment.DecodeFrame
 }
@@ -130,26 +125,26 @@ func (w *Writer) Startup(s *Startup, t *toc.TOC) error {
 			packed = append(packed, s.Digests[i][:]...)
 		}
 	}
-	b := binary.AppendUvarint(nil, uint64(s.Index))
+	b := binary.AppendUvarint(nil, onlyImage)
 	b = columns.AppendBlock(b, s.Origin)
 	b = columns.AppendQuick(b, most)
 	b = columns.AppendQuick(b, counts)
 	if err := w.section(TypeStartup, flagMust, trace.AppendRuns(b, s.Runs), packed); err != nil || s.Filled == 0 {
 		return err
 	}
-	b = binary.AppendUvarint(nil, uint64(s.Index))
+	b = binary.AppendUvarint(nil, onlyImage)
 	return w.section(TypeFilled, 0, binary.AppendUvarint(b, uint64(s.Filled)))
 }
 
 // Here writes the section.
 func (w *Writer) Here(h *Here) error {
-	return w.section(TypeHere, 0, trace.AppendRuns(binary.AppendUvarint(nil, uint64(h.Index)), h.Runs))
+	return w.section(TypeHere, 0, trace.AppendRuns(binary.AppendUvarint(nil, onlyImage), h.Runs))
 }
 
 // Pages writes the section of one frame; its bytes are the parts, one after the
 // other.
-func (w *Writer) Pages(image int, frame uint32, parts ...[]byte) error {
-	w.scratch = binary.AppendUvarint(w.scratch[:0], uint64(image))
+func (w *Writer) Pages(frame uint32, parts ...[]byte) error {
+	w.scratch = binary.AppendUvarint(w.scratch[:0], onlyImage)
 	w.scratch = binary.AppendUvarint(w.scratch, uint64(frame))
 	all := [3][]byte{w.scratch}
 	return w.section(TypePages, flagMust, append(all[:1], parts...)...)
@@ -157,9 +152,9 @@ func (w *Writer) Pages(image int, frame uint32, parts ...[]byte) error {
 
 // AppendPagesHead appends what a Pages section has before its frame, which has length bytes
 // and is to follow. Heads that differ in length only take as many bytes.
-func AppendPagesHead(dst []byte, image int, frame uint32, length int) []byte {
+func AppendPagesHead(dst []byte, frame uint32, length int) []byte {
 	var numbers [2 * binary.MaxVarintLen64]byte
-	n := binary.PutUvarint(numbers[:], uint64(image))
+	n := binary.PutUvarint(numbers[:], onlyImage)
 	n += binary.PutUvarint(numbers[n:], uint64(frame))
 	dst = append(dst, byte(TypePages), flagMust)
 	dst = binary.LittleEndian.AppendUint32(dst, uint32(n+length))
@@ -168,7 +163,8 @@ func AppendPagesHead(dst []byte, image int, frame uint32, length int) []byte {
 
 func (r *Reader) decodeStartup(payload []byte) (*Startup, error) {
 	c := columns.Reader{B: payload}
-	s := &Startup{Index: int(c.Uint(1 << 20)), Origin: string(c.Block(64))}
+	index := c.Uint(1 << 20)
+	s := &Startup{Origin: string(c.Block(64))}
 	if c.Err != nil {
 		return nil, c.Err
 	}
@@ -208,24 +204,23 @@ func (r *Reader) decodeStartup(payload []byte) (*Startup, error) {
 	if first != uint64(len(s.Runs)) {
 		return nil, fmt.Errorf("%w: startup set of %d runs, %d of them in frames", ErrCorrupt, len(s.Runs), first)
 	}
-	if !r.images[s.Index] || !r.o.Request.Images[s.Index].Startup || r.startups[s.Index] != nil {
-		return nil, fmt.Errorf("%w: a startup set of image %d that was not asked for, or a second one", ErrCorrupt, s.Index)
+	if index != onlyImage || !r.image || !r.o.Request.Image.Startup || r.startup != nil {
+		return nil, fmt.Errorf("%w: a startup set of image %d that was not asked for, or a second one", ErrCorrupt, index)
 	}
-	r.startups[s.Index] = s
-	r.order = append(r.order, s)
+	r.startup = s
 	return s, nil
 }
 
 // decodeFilled adds what the section says to its Startup.
 func (r *Reader) decodeFilled(payload []byte) error {
 	c := columns.Reader{B: payload}
-	index := int(c.Uint(1 << 20))
+	index := c.Uint(1 << 20)
 	n := c.Uint(trace.MaxRuns)
 	if err := c.End(); err != nil {
 		return err
 	}
-	s := r.startups[index]
-	if s == nil || s.Filled > 0 || n == 0 || n > uint64(len(s.Frames)) || !slices.Contains(r.order, s) || s == r.order[0] && r.page > 0 {
+	s := r.startup
+	if index != onlyImage || s == nil || s.Filled > 0 || n == 0 || n > uint64(len(s.Frames)) || r.page > 0 {
 		return fmt.Errorf("%w: %d filled frames of a startup set of image %d that is not there, has begun, is smaller, or for the second time", ErrCorrupt, n, index)
 	}
 	s.Filled = int(n)
@@ -234,7 +229,8 @@ func (r *Reader) decodeFilled(payload []byte) error {
 
 func (r *Reader) decodeHere(payload []byte) (*Here, error) {
 	c := columns.Reader{B: payload}
-	h := &Here{Index: int(c.Uint(1 << 20))}
+	h := new(Here)
+	index := c.Uint(1 << 20)
 	if c.Err != nil {
 		return nil, c.Err
 	}
@@ -243,22 +239,19 @@ func (r *Reader) decodeHere(payload []byte) (*Here, error) {
 	if h.Runs, rest, err = trace.NextRuns(c.B); err != nil {
 		return nil, err
 	}
-	if len(rest) > 0 || !r.images[h.Index] || !r.o.Request.Images[h.Index].Startup || r.heres[h.Index] {
-		return nil, fmt.Errorf("%w: pages that are here of image %d, which did not ask for a startup set, for the second time, or with %d bytes after them", ErrCorrupt, h.Index, len(rest))
+	if len(rest) > 0 || index != onlyImage || !r.image || !r.o.Request.Image.Startup || r.here {
+		return nil, fmt.Errorf("%w: pages that are here of image %d, which did not ask for a startup set, for the second time, or with %d bytes after them", ErrCorrupt, index, len(rest))
 	}
-	r.heres[h.Index] = true
+	r.here = true
 	return h, nil
 }
 
-// pages reads the section: frames come in the order of their sets.
+// pages reads the section: frames come in their order.
 func (r *Reader) pages(length int) (*Pages, error) {
-	for len(r.order) > 0 && r.page == len(r.order[0].Frames) {
-		r.order, r.page = r.order[1:], 0
-	}
-	if len(r.order) == 0 {
+	if !r.pagesLeft() {
 		return nil, fmt.Errorf("%w: pages of no startup set", ErrCorrupt)
 	}
-	s := r.order[0]
+	s := r.startup
 	if length > MaxPages {
 		return nil, fmt.Errorf("%w: pages of %d bytes, at most %d", ErrCorrupt, length, MaxPages)
 	}
@@ -269,8 +262,8 @@ func (r *Reader) pages(length int) (*Pages, error) {
 	c := columns.Reader{B: head}
 	image, frame := c.Uint(1<<20), c.Uint(trace.MaxRuns)
 	n := len(head) - len(c.B)
-	if c.Err != nil || int(image) != s.Index || int(frame) != r.page {
-		return nil, fmt.Errorf("%w: pages %d of image %d, want %d of image %d", ErrCorrupt, frame, image, r.page, s.Index)
+	if c.Err != nil || image != onlyImage || int(frame) != r.page {
+		return nil, fmt.Errorf("%w: pages %d of image %d, want %d of image %d", ErrCorrupt, frame, image, r.page, onlyImage)
 	}
 	if length -= n; length > int(s.Frames[frame].MaxLength) || length < 1 {
 		return nil, fmt.Errorf("%w: pages %d have %d bytes, planned at most %d", ErrCorrupt, frame, length, s.Frames[frame].MaxLength)
@@ -279,7 +272,7 @@ func (r *Reader) pages(length int) (*Pages, error) {
 		return nil, err
 	}
 	r.bytes += int64(n)
-	p := &Pages{Image: s.Index, Frame: uint32(frame), Data: r.o.Buffer(length)[:length]}
+	p := &Pages{Frame: uint32(frame), Data: r.o.Buffer(length)[:length]}
 	if err := r.full(p.Data); err != nil {
 		return nil, err
 	}
@@ -287,15 +280,8 @@ func (r *Reader) pages(length int) (*Pages, error) {
 	return p, nil
 }
 
-// pagesLeft reports whether frames of startup sets are still to come.
-func (r *Reader) pagesLeft() bool {
-	for k, s := range r.order {
-		if k > 0 && len(s.Frames) > 0 || k == 0 && r.page < len(s.Frames) {
-			return true
-		}
-	}
-	return false
-}
+// pagesLeft reports whether frames of the startup set are still to come.
+func (r *Reader) pagesLeft() bool { return r.startup != nil && r.page < len(r.startup.Frames) }
 
 // Paths and media types of what is said about startup sets. Repository and
 // reference are query parameters named so, as in a pull: who may pull an image

@@ -23,12 +23,6 @@ type Writer struct {
 // written should be on its way.
 func NewWriter(w io.Writer) *Writer { return &Writer{w: bufio.NewWriterSize(w, 64<<10)} }
 
-// Continue returns a Writer that goes on with the stream on another connection,
-// after Flush.
-func (w *Writer) Continue(on io.Writer) *Writer {
-	return &Writer{w: bufio.NewWriterSize(on, 64<<10), started: w.started, err: w.err}
-}
-
 // Flush writes what is buffered.
 func (w *Writer) Flush() error {
 	if w.err == nil {
@@ -76,7 +70,7 @@ func (w *Writer) Image(m *Image) error {
 	if m.TOC == nil {
 		have = 1
 	}
-	b := binary.AppendUvarint(nil, uint64(m.Index))
+	b := binary.AppendUvarint(nil, onlyImage)
 	b = binary.AppendUvarint(b, have)
 	b = binary.AppendUvarint(b, uint64(m.Segments))
 	chosen := m.Chosen

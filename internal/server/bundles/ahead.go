@@ -59,7 +59,11 @@ func readAhead(ctx context.Context, store objects.Store, key string, last int64)
 	if last >= 0 {
 		from = max(0, info.Size()-last)
 	}
-	return fileControl(in.File(), func(fd uintptr) {
+	raw, err := in.File().SyscallConn()
+	if err != nil {
+		return err
+	}
+	return raw.Control(func(fd uintptr) {
 		_ = unix.Fadvise(int(fd), from, info.Size()-from, unix.FADV_WILLNEED)
 	})
 }

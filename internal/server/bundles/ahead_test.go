@@ -5,6 +5,7 @@ import (
 	"testing"
 
 	"hydrofoil.dev/foil/internal/server/objects"
+	"hydrofoil.dev/foil/internal/server/objects/objectstest"
 )
 
 // What is read ahead may be anywhere, or gone.
@@ -13,7 +14,7 @@ func TestReadAhead(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, store := range []objects.Store{dir, objects.NewMemory()} {
+	for _, store := range []objects.Store{dir, objectstest.NewMemory()} {
 		w, err := store.Create(t.Context(), "a/b")
 		if err != nil {
 			t.Fatal(err)

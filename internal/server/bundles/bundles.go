@@ -2,21 +2,21 @@
 // bundle.PromotePath and bundle.WarmPath, and of bundle.TracePath and bundle.StartupPath, by which
 // it learns what to send first.
 //
-// The way of one pull. The request is decoded and its images are resolved; what
+// The way of one pull. The request is decoded and its image is resolved; what
 // fails up to here is an HTTP error with a bundle.Error as its body. Then the
-// stream begins: Hello; for each image its rootfs is made if it is asked for the
+// stream begins: Hello; the rootfs is made if it is asked for the
 // first time (ingest), or repaired if something is wrong with it that the worker says
 // arrived damaged (see damage.go), and its Image section is sent at once; then its index is
-// read, without which nothing can be planned; the startup sets
-// that were asked for are sent, as far as the worker lacks them, while the plan
-// of the rest is made; the plan is sent, among the last of them to workers that take it there; the frames are read from their packs and
-// sent, two runs ahead of the network; where that can be they go from the packs'
-// files by sendfile(2) (see direct). What fails now is an Error section. A
+// read, without which nothing can be planned; the startup set,
+// if it was asked for, is sent, as far as the worker lacks it, while the plan
+// of the rest is made; the plan is sent, among the pages to workers that take it there; the frames are read from their packs and
+// sent, two runs ahead of the network. What fails now is an Error section. A
 // promotion finds the stream by its ID and changes what is read next. The startup
 // set of a service that joins a pull comes in a stream of its own, which goes ahead
 // of the first (bundle.Request.Ahead): that sends nothing but promoted frames
 // meanwhile. So does one whose worker wants the line for itself until a container is
-// ready (bundle.Request.Hold).
+// ready (bundle.Request.Hold), and one whose worker is about to say which frames it does
+// not want (bundle.Request.Choose).
 package bundles
 
 import (
@@ -27,7 +27,6 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
-	"net"
 	"net/http"
 	"sync"
 	"time"
@@ -69,9 +68,6 @@ type Options struct {
 	// AliveMost is for how long it is told so at a time; 0 means an hour: what takes longer,
 	// or hangs, is to be asked for again.
 	Alive, AliveMost time.Duration
-	// GiveBack takes connections on which a response has ended, for the requests
-	// that may come. Without it no stream takes over a connection (see direct).
-	GiveBack func(net.Conn)
 	// Log takes failures; nil means slog.Default.
 	Log *slog.Logger
 }
@@ -85,7 +81,6 @@ type Handler struct {
 	indices *cache.Cache[*planner.Index] // by digest of the encoded TOC
 	orders  *cache.Cache[planner.Order]  // by digests of config and encoded TOC
 	frames  source
-	direct  taken
 	sets    *startup.Sets
 	mux     *http.ServeMux
 	results *prometheus.CounterVec
@@ -195,7 +190,17 @@ func (h *Handler) promote(w http.ResponseWriter, r *http.Request) {
 		writeError(w, h.log, &bundle.Error{Code: bundle.CodeNotFound, Message: "the stream has ended"}, "")
 		return
 	}
-	q.promote(p.Frames)
+	if len(p.Skip) > bundle.MaxSkip {
+		writeError(w, h.log, &bundle.Error{Code: bundle.CodeInvalid, Message: fmt.Sprintf("%d frames are to be skipped, more than %d", len(p.Skip), bundle.MaxSkip)}, "")
+		return
+	}
+	q.promote(p.Number, p.Frames)
+	if len(p.Skip) > 0 {
+		q.skip(p.Skip)
+	}
+	if p.Chosen {
+		q.choice()
+	}
 	if p.Release {
 		q.release()
 	}
@@ -220,12 +225,10 @@ func (h *Handler) pull(w http.ResponseWriter, r *http.Request) {
 		fail(&bundle.Error{Code: bundle.CodeInvalid, Message: err.Error()}, "")
 		return
 	}
-	images := make([]*Resolved, len(req.Images))
-	for i, want := range req.Images {
-		if images[i], err = resolve(ctx, h.o.Catalog, h.o.Objects, want); err != nil {
-			fail(err, ref(want.Repository, want.Reference))
-			return
-		}
+	image, err := resolve(ctx, h.o.Catalog, h.o.Objects, req.Image)
+	if err != nil {
+		fail(err, ref(req.Image.Repository, req.Image.Reference))
+		return
 	}
 
 	w.Header().Set("Content-Type", bundle.MediaTypeBundle)
@@ -233,22 +236,8 @@ func (h *Handler) pull(w http.ResponseWriter, r *http.Request) {
 	slow := newPatient(w, h.o.Patience)
 	defer slow.end()
 	out := bundle.NewWriter(slow)
-	s := &pull{h: h, req: req, images: images, w: out, queue: &queue{}, client: client(r)}
+	s := &pull{h: h, req: req, image: image, about: ref(image.Repository, image.Reference), w: out, queue: &queue{}, client: client(r)}
 	s.flush = func() error { return errors.Join(out.Flush(), slow.Flush()) }
-	s.takeOver = func() (*direct, error) { return h.takeOver(slow, r) }
-	keep := false
-	defer func() {
-		if s.direct == nil {
-			return
-		}
-		defer h.direct.remove(s.direct)
-		if keep && s.direct.end() == nil && !r.Close {
-			_ = s.direct.conn.SetDeadline(time.Time{})
-			h.o.GiveBack(s.direct.conn)
-			return
-		}
-		s.direct.conn.Close()
-	}()
 	id := h.streams.add(s.queue)
 	defer h.streams.remove(id)
 	if err := s.run(ctx, id); err != nil {
@@ -262,25 +251,22 @@ func (h *Handler) pull(w http.ResponseWriter, r *http.Request) {
 			h.log.Error("bundle failed", "image", s.about, "error", err)
 		}
 		result = refused(e)
-		keep = s.w.Error(e) == nil // nobody is there if this fails
+		_ = s.w.Error(e) // nobody is there if this fails
 		return
 	}
-	keep, result = true, resultSent
+	result = resultSent
 }
 
 // pull is one bundle under way.
 type pull struct {
 	h      *Handler
 	req    *bundle.Request
-	images []*Resolved
+	image  *Resolved
 	w      *bundle.Writer
 	flush  func() error
 	queue  *queue
 	client string // who asks, as client says
-	// takeOver makes direct, if that can be; w and flush then write on it.
-	takeOver func() (*direct, error)
-	direct   *direct
-	about    string // the image that is being worked on
+	about  string // the image, in messages
 }
 
 func (p *pull) run(ctx context.Context, id string) error {
@@ -290,45 +276,21 @@ func (p *pull) run(ctx context.Context, id string) error {
 	if err := p.flush(); err != nil {
 		return writeFailed{err}
 	}
-	rootfs := make([]catalog.Rootfs, len(p.images))
-	encoded := make([][]byte, len(p.images))
-	for i, m := range p.images {
-		p.about = ref(m.Repository, m.Reference)
-		var err error
-		if rootfs[i], encoded[i], err = p.header(ctx, i, m); err != nil {
-			return err
-		}
-	}
-	wants := make([]planner.Want, len(p.images))
-	for i, m := range p.images {
-		p.about = ref(m.Repository, m.Reference)
-		var err error
-		if wants[i].Index, err = p.index(ctx, m, rootfs[i], encoded[i]); err != nil {
-			return err
-		}
-		wants[i].Header = p.req.Images[i].Header
-	}
-	d, err := planner.NewDifference(wants)
+	rootfs, encoded, err := p.header(ctx)
 	if err != nil {
 		return err
 	}
-	// Nothing is missing of an image of which only the header is wanted; but of its
-	// startup set there may be.
-	alone := make([]*planner.Difference, len(wants))
-	for i, w := range wants {
-		if !w.Header || !p.req.Images[i].Startup {
-			continue
-		}
-		if alone[i], err = planner.NewDifference([]planner.Want{{Index: w.Index}}); err != nil {
-			return err
-		}
+	x, err := p.index(ctx, rootfs, encoded)
+	if err != nil {
+		return err
 	}
-	var sets []*startup.Set
-	var deliveries []*startup.Delivery
+	d := planner.NewDifference(x)
+	var set *startup.Set
+	var delivery *startup.Delivery
 	p.meanwhile(func() {
-		var here [][]trace.Run
-		if here, err = p.have(ctx, d, alone, wants); err == nil {
-			sets, deliveries = p.startup(ctx, d, alone, wants, here)
+		var here []trace.Run
+		if here, err = p.have(ctx, d, x); err == nil {
+			set, delivery = p.startup(ctx, d, x, here)
 		}
 	})
 	if err != nil {
@@ -338,14 +300,14 @@ func (p *pull) run(ctx context.Context, id string) error {
 	// The plan is made while pages are on their way, and goes among them if it may.
 	planning, cancel := context.WithCancel(ctx)
 	defer cancel()
-	plan := p.plan(planning, d, wants, encoded, sets, deliveries)
+	plan := p.plan(planning, d, x, encoded, set, delivery)
 	p.queue.pause()
 	if ahead := p.h.streams.find(p.req.Ahead); ahead != nil && ahead != p.queue {
 		ahead.pause()
-		err = p.pages(ctx, wants, deliveries, plan)
+		err = p.pages(ctx, x, delivery, plan)
 		ahead.resume()
 	} else {
-		err = p.pages(ctx, wants, deliveries, plan)
+		err = p.pages(ctx, x, delivery, plan)
 	}
 	p.queue.resume()
 	if err != nil {
@@ -355,20 +317,15 @@ func (p *pull) run(ctx context.Context, id string) error {
 	if err := cmp.Or(err, plan.err); err != nil {
 		return err
 	}
-	defer p.queue.hold(p.hold(deliveries))()
+	defer p.queue.hold(p.hold(delivery))()
+	if p.req.Choose {
+		defer p.queue.choose(bundle.MaxChoice)()
+	}
 	if err := plan.send(); err != nil {
 		return err
 	}
-	if p.direct, err = p.takeOver(); err != nil {
-		return writeFailed{err}
-	}
-	if p.direct != nil {
-		p.w = p.w.Continue(p.direct)
-		w, to := p.w, p.direct
-		p.flush = func() error { return errors.Join(w.Flush(), to.Flush()) }
-	}
-	if err := p.queue.send(ctx, p.h.frames, p.direct, p.w, p.flush, p.h.o.Alive); err != nil {
-		return p.suspectAll(err)
+	if err := p.queue.send(ctx, p.h.frames, p.w, p.flush, p.h.o.Alive); err != nil {
+		return p.suspect(err)
 	}
 	if err := p.w.End(); err != nil {
 		return writeFailed{err}
@@ -378,7 +335,8 @@ func (p *pull) run(ctx context.Context, id string) error {
 
 // header sends an image's section, at once, and returns its rootfs and TOC. Its index is of no
 // use for that, and comes later: the worker has enough to do until then.
-func (p *pull) header(ctx context.Context, i int, m *Resolved) (r catalog.Rootfs, encoded []byte, err error) {
+func (p *pull) header(ctx context.Context) (r catalog.Rootfs, encoded []byte, err error) {
+	m := p.image
 	segments := 0
 	p.meanwhile(func() {
 		if len(p.req.Damaged) == 0 {
@@ -398,7 +356,7 @@ func (p *pull) header(ctx context.Context, i int, m *Resolved) (r catalog.Rootfs
 		return r, nil, err
 	}
 	section := &bundle.Image{
-		Index: i, Manifest: m.Manifest, Chosen: m.Chosen, Config: m.Config,
+		Manifest: m.Manifest, Chosen: m.Chosen, Config: m.Config,
 		ChainID: m.ChainID, TOCDigest: r.TOC, TOC: encoded, Segments: uint32(segments),
 	}
 	for _, have := range p.req.Have {
@@ -415,9 +373,10 @@ func (p *pull) header(ctx context.Context, i int, m *Resolved) (r catalog.Rootfs
 	return r, encoded, nil
 }
 
-// index returns the index of an image whose header was sent. What turns out to be damaged
+// index returns the index of the image, whose header was sent. What turns out to be damaged
 // now is repaired, as it would have been before.
-func (p *pull) index(ctx context.Context, m *Resolved, r catalog.Rootfs, encoded []byte) (x *planner.Index, err error) {
+func (p *pull) index(ctx context.Context, r catalog.Rootfs, encoded []byte) (x *planner.Index, err error) {
+	m := p.image
 	p.meanwhile(func() {
 		x, err = p.h.index(ctx, r, encoded)
 		if err == nil || !isDamage(err) || ctx.Err() != nil || p.h.o.Repair == nil {
@@ -434,9 +393,8 @@ func (p *pull) index(ctx context.Context, m *Resolved, r catalog.Rootfs, encoded
 }
 
 // have takes away what the worker has, one rootfs after the other, so that not
-// all of them need to be in memory. It returns the pages that are here of each want, merged.
-func (p *pull) have(ctx context.Context, d *planner.Difference, alone []*planner.Difference, wants []planner.Want) ([][]trace.Run, error) {
-	pages := make([][]trace.Run, len(wants))
+// all of them need to be in memory. It returns the pages of the image that are here, merged.
+func (p *pull) have(ctx context.Context, d *planner.Difference, wanted *planner.Index) (pages []trace.Run, err error) {
 	for _, have := range p.req.Have {
 		r, err := p.h.o.Catalog.Rootfs(ctx, have.ChainID)
 		if errors.Is(err, catalog.ErrNotFound) || err == nil && r.TOC != have.TOC {
@@ -455,11 +413,6 @@ func (p *pull) have(ctx context.Context, d *planner.Difference, alone []*planner
 			continue
 		}
 		d.Have(x, have.Present)
-		for _, one := range alone {
-			if one != nil {
-				one.Have(x, have.Present)
-			}
-		}
 		if len(have.Pages) == 0 {
 			continue
 		}
@@ -470,10 +423,8 @@ func (p *pull) have(ctx context.Context, d *planner.Difference, alone []*planner
 		if err != nil || len(rest) > 0 {
 			return nil, &bundle.Error{Code: bundle.CodeInvalid, Message: fmt.Sprintf("pages of rootfs %s: %v, %d bytes too many", have.ChainID, err, len(rest))}
 		}
-		for i, w := range wants {
-			if w.Index.TOC() == r.TOC && (!w.Header || alone[i] != nil) {
-				pages[i] = trace.Merge(append(pages[i], runs...))
-			}
+		if wanted.TOC() == r.TOC {
+			pages = trace.Merge(append(pages, runs...))
 		}
 	}
 	return pages, nil

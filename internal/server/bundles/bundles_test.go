@@ -31,6 +31,7 @@ import (
 	"hydrofoil.dev/foil/internal/server/bundles"
 	"hydrofoil.dev/foil/internal/server/catalog"
 	"hydrofoil.dev/foil/internal/server/objects"
+	"hydrofoil.dev/foil/internal/server/objects/objectstest"
 	"hydrofoil.dev/foil/internal/server/planner/plannertest"
 	"hydrofoil.dev/foil/internal/server/startup"
 )
@@ -177,8 +178,8 @@ func (s *server) post(t testing.TB, ctx context.Context, path string, body any) 
 // pulled is all that one bundle brought.
 type pulled struct {
 	hello    *bundle.Hello
-	images   []*bundle.Image
-	tocs     []*toc.TOC
+	image    *bundle.Image
+	toc      *toc.TOC
 	plan     *bundle.Plan
 	order    []uint32
 	segments map[segment.ID][]byte // verified
@@ -186,12 +187,12 @@ type pulled struct {
 	err      error
 
 	startups []*bundle.Startup
-	pages    map[trace.Run][]byte // verified, by run; the image is startups[0]'s
+	pages    map[trace.Run][]byte // verified, by run
 	stored   int                  // bytes of Pages' frames
 	heres    []*bundle.Here
 }
 
-// pull asks for images and reads the stream to its end. onFrame is called after
+// pull asks for an image and reads the stream to its end. onFrame is called after
 // each frame.
 func (s *server) pull(t testing.TB, req *bundle.Request, onFrame func(*pulled)) *pulled {
 	t.Helper()
@@ -219,7 +220,7 @@ func (s *server) pull(t testing.TB, req *bundle.Request, onFrame func(*pulled)) 
 		case *bundle.Hello:
 			p.hello = v
 		case *bundle.Image:
-			p.images = append(p.images, v)
+			p.image = v
 			encoded := v.TOC
 			if encoded == nil {
 				rootfs, err := s.Catalog.Rootfs(context.Background(), v.ChainID)
@@ -239,19 +240,19 @@ func (s *server) pull(t testing.TB, req *bundle.Request, onFrame func(*pulled)) 
 			if err != nil {
 				t.Fatal(err)
 			}
-			p.tocs = append(p.tocs, x)
+			p.toc = x
 			for _, seg := range x.Segments {
 				ids = append(ids, seg.ID)
 			}
 		case *bundle.Startup:
-			if err := v.Resolve(p.tocs[v.Index]); err != nil {
+			if err := v.Resolve(p.toc); err != nil {
 				t.Fatal(err)
 			}
 			p.startups = append(p.startups, v)
 		case *bundle.Here:
 			p.heres = append(p.heres, v)
 		case *bundle.Pages:
-			x, set := p.tocs[v.Image], p.startups[len(p.startups)-1]
+			x, set := p.toc, p.startups[len(p.startups)-1]
 			f := set.Frames[v.Frame]
 			raw, err := segment.DecodeFrame(nil, v.Data, int(f.RawLength))
 			if err != nil {
@@ -268,7 +269,7 @@ func (s *server) pull(t testing.TB, req *bundle.Request, onFrame func(*pulled)) 
 			}
 		case *bundle.Plan:
 			p.plan = v
-			if err := v.Check(p.tocs); err != nil {
+			if err := v.Check(p.toc); err != nil {
 				t.Fatal(err)
 			}
 		case *bundle.Frame:
@@ -278,7 +279,7 @@ func (s *server) pull(t testing.TB, req *bundle.Request, onFrame func(*pulled)) 
 				t.Fatal(err)
 			}
 			for _, n := range p.plan.Segments[f.First : f.First+f.Segments] {
-				length := p.length(n)
+				length := p.toc.Segments[n].Length
 				if segment.Sum(raw[:length]) != ids[n] {
 					t.Fatalf("frame %d: segment %d has other bytes", v.Index, n)
 				}
@@ -291,16 +292,6 @@ func (s *server) pull(t testing.TB, req *bundle.Request, onFrame func(*pulled)) 
 			}
 		}
 	}
-}
-
-func (p *pulled) length(n uint32) uint32 {
-	for _, x := range p.tocs {
-		if int(n) < len(x.Segments) {
-			return x.Segments[n].Length
-		}
-		n -= uint32(len(x.Segments))
-	}
-	panic("no such segment")
 }
 
 // whole reports which segments of x are neither among got nor holes.
@@ -344,12 +335,8 @@ func version(n uint64) plannertest.Files {
 	return files
 }
 
-func request(repo string, references ...string) *bundle.Request {
-	req := &bundle.Request{}
-	for _, r := range references {
-		req.Images = append(req.Images, bundle.ImageRequest{Repository: repo, Reference: r})
-	}
-	return req
+func request(repository, reference string) *bundle.Request {
+	return &bundle.Request{Image: bundle.ImageRequest{Repository: repository, Reference: reference}}
 }
 
 func TestPull(t *testing.T) {
@@ -362,8 +349,8 @@ func TestPull(t *testing.T) {
 	if n := missing(x, p.segments); n > 0 {
 		t.Errorf("%d of %d segments are missing", n, len(x.Segments))
 	}
-	if p.images[0].Manifest.Digest != m.Digest || p.bytes > p.plan.MaxBytes+100_000 {
-		t.Errorf("%s, %d bytes, at most %d planned", p.images[0].Manifest.Digest, p.bytes, p.plan.MaxBytes)
+	if p.image.Manifest.Digest != m.Digest || p.bytes > p.plan.MaxBytes+100_000 {
+		t.Errorf("%s, %d bytes, at most %d planned", p.image.Manifest.Digest, p.bytes, p.plan.MaxBytes)
 	}
 	// Without a trace: what the entrypoint needs comes first.
 	first := map[segment.ID]bool{}
@@ -398,19 +385,19 @@ func TestUpdateAndResume(t *testing.T) {
 	fresh := s.pull(t, request("redis", "1"), nil)
 
 	req := request("redis", "2")
-	req.Have = []bundle.Have{{ChainID: old.ChainID, TOC: fresh.images[0].TOCDigest}}
+	req.Have = []bundle.Have{{ChainID: old.ChainID, TOC: fresh.image.TOCDigest}}
 	p := s.pull(t, req, nil)
-	if p.err != nil || missing(p.tocs[0], fresh.segments, p.segments) > 0 {
-		t.Fatalf("%d segments are missing, %v", missing(p.tocs[0], fresh.segments, p.segments), p.err)
+	if p.err != nil || missing(p.toc, fresh.segments, p.segments) > 0 {
+		t.Fatalf("%d segments are missing, %v", missing(p.toc, fresh.segments, p.segments), p.err)
 	}
-	if n := missing(p.tocs[0], fresh.segments); len(p.segments) != n || p.bytes > fresh.bytes/10 {
+	if n := missing(p.toc, fresh.segments); len(p.segments) != n || p.bytes > fresh.bytes/10 {
 		t.Errorf("%d segments were missing, %d sent; %d bytes, fresh %d", n, len(p.segments), p.bytes, fresh.bytes)
 	}
 
 	// A rootfs that the server does not know, or knows otherwise, is no reason to
 	// send less.
 	req.Have = []bundle.Have{{ChainID: old.ChainID, TOC: digest.FromString("x")}, {ChainID: digest.FromString("y"), TOC: digest.FromString("y")}}
-	if p := s.pull(t, req, nil); p.err != nil || missing(p.tocs[0], p.segments) > 0 {
+	if p := s.pull(t, req, nil); p.err != nil || missing(p.toc, p.segments) > 0 {
 		t.Errorf("%v", p.err)
 	}
 
@@ -424,29 +411,21 @@ func TestUpdateAndResume(t *testing.T) {
 		}
 	}
 	req = request("redis", "1")
-	req.Have = []bundle.Have{{ChainID: old.ChainID, TOC: fresh.images[0].TOCDigest, Present: present}}
+	req.Have = []bundle.Have{{ChainID: old.ChainID, TOC: fresh.image.TOCDigest, Present: present}}
 	p = s.pull(t, req, nil)
-	if p.err != nil || p.images[0].TOC != nil || missing(old, half, p.segments) > 0 {
-		t.Errorf("resumed: %d segments missing, TOC of %d bytes, %v", missing(old, half, p.segments), len(p.images[0].TOC), p.err)
+	if p.err != nil || p.image.TOC != nil || missing(old, half, p.segments) > 0 {
+		t.Errorf("resumed: %d segments missing, TOC of %d bytes, %v", missing(old, half, p.segments), len(p.image.TOC), p.err)
 	}
 }
 
-func TestSeveralImages(t *testing.T) {
+// Of an image of which only the header is wanted nothing is planned.
+func TestHeaderOnly(t *testing.T) {
 	s := start(t, nil)
-	_, a := s.image(t, "redis", "1", version(1), ocispec.ImageConfig{})
-	_, b := s.image(t, "redis", "2", version(2), ocispec.ImageConfig{})
-	one := s.pull(t, request("redis", "1"), nil)
-	both := s.pull(t, request("redis", "1", "2"), nil)
-	if both.err != nil || missing(a, both.segments)+missing(b, both.segments) > 0 {
-		t.Fatalf("%d and %d are missing, %v", missing(a, both.segments), missing(b, both.segments), both.err)
-	}
-	if both.plan.ContentBytes > one.plan.ContentBytes*12/10 {
-		t.Errorf("both have %d bytes of contents, one %d", both.plan.ContentBytes, one.plan.ContentBytes)
-	}
-	req := request("redis", "1", "2")
-	req.Images[0].Header, req.Images[1].Header = true, true
-	if p := s.pull(t, req, nil); p.err != nil || len(p.images) != 2 || len(p.plan.Frames) != 0 {
-		t.Errorf("headers only: %d images, %d frames, %v", len(p.images), len(p.plan.Frames), p.err)
+	s.image(t, "redis", "1", version(1), ocispec.ImageConfig{})
+	req := request("redis", "1")
+	req.Image.Header = true
+	if p := s.pull(t, req, nil); p.err != nil || p.image == nil || len(p.plan.Frames) != 0 {
+		t.Errorf("%+v, %v", p.plan, p.err)
 	}
 }
 
@@ -459,9 +438,9 @@ func TestIndexAndPlatform(t *testing.T) {
 	index := s.manifest(t, "redis", "all", ocispec.MediaTypeImageIndex, ocispec.Index{Manifests: []ocispec.Descriptor{amd, arm}})
 	for arch, want := range map[string]digest.Digest{"amd64": amd.Digest, "arm64": arm.Digest} {
 		req := request("redis", "all")
-		req.Images[0].Platform = &ocispec.Platform{OS: "linux", Architecture: arch}
+		req.Image.Platform = &ocispec.Platform{OS: "linux", Architecture: arch}
 		p := s.pull(t, req, nil)
-		if p.err != nil || p.images[0].Manifest.Digest != want || p.images[0].Chosen.Digest != index.Digest {
+		if p.err != nil || p.image.Manifest.Digest != want || p.image.Chosen.Digest != index.Digest {
 			t.Errorf("%s: %v", arch, p.err)
 		}
 	}
@@ -487,7 +466,7 @@ func (s *slowStore) Open(ctx context.Context, key string, offset, length int64) 
 }
 
 func TestPromote(t *testing.T) {
-	slow := &slowStore{Store: objects.NewMemory(), hold: make(chan struct{})}
+	slow := &slowStore{Store: objectstest.NewMemory(), hold: make(chan struct{})}
 	s := start(t, slow)
 	files := plannertest.Files{}
 	for i := range 60 {
@@ -551,7 +530,8 @@ func TestErrors(t *testing.T) {
 		code   string
 	}{
 		{"no JSON", []byte("hello"), 400, bundle.CodeInvalid},
-		{"no versions", &bundle.Request{Images: request("mine", "1").Images}, 400, bundle.CodeInvalid},
+		{"no versions", &bundle.Request{Image: request("mine", "1").Image}, 400, bundle.CodeInvalid},
+		{"two images", []byte(`{"versions":[1],"images":[{"repository":"mine","reference":"1"},{"repository":"mine","reference":"1"}]}`), 400, bundle.CodeInvalid},
 		{"no tag", request("mine", "2"), 404, bundle.CodeNotFound},
 		{"no repository", request("nobody", "1"), 404, bundle.CodeNotFound},
 		{"digest of another repository", request("nobody", string(m.Digest)), 404, bundle.CodeNotFound},
@@ -758,7 +738,7 @@ func (c *countReader) Read(b []byte) (int, error) {
 
 // A client that goes away ends its stream.
 func TestCancel(t *testing.T) {
-	slow := &slowStore{Store: objects.NewMemory(), hold: make(chan struct{})}
+	slow := &slowStore{Store: objectstest.NewMemory(), hold: make(chan struct{})}
 	s := start(t, slow)
 	files := plannertest.Files{}
 	for i := range 40 {
@@ -806,7 +786,7 @@ func TestDamagedPick(t *testing.T) {
 	}
 	o.Close()
 	req := request("r", "1")
-	req.Have = []bundle.Have{{ChainID: old.ChainID, TOC: fresh.images[0].TOCDigest, Present: present}}
+	req.Have = []bundle.Have{{ChainID: old.ChainID, TOC: fresh.image.TOCDigest, Present: present}}
 	if p := s.pull(t, req, nil); p.err != nil || len(p.segments) != 1 || p.segments[old.Segments[n].ID] == nil {
 		t.Fatalf("%d segments, %v", len(p.segments), p.err)
 	}
@@ -837,7 +817,7 @@ func BenchmarkServe(b *testing.B) {
 		files[fmt.Sprintf("/d%d/f%d", i%30, i)] = text(uint64(i), 128<<10)
 	}
 	s.image(b, "r", "1", files, ocispec.ImageConfig{})
-	req := mustJSON(&bundle.Request{Versions: []int{1}, Images: request("r", "1").Images})
+	req := mustJSON(&bundle.Request{Versions: []int{1}, Image: request("r", "1").Image})
 	run := func(b *testing.B, get func() *http.Response) {
 		before, total := processorTime(b), int64(0)
 		for b.Loop() {

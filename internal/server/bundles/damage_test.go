@@ -11,7 +11,7 @@ import (
 
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/format/segment"
-	"hydrofoil.dev/foil/internal/server/objects"
+	"hydrofoil.dev/foil/internal/server/objects/objectstest"
 )
 
 // read returns an object.
@@ -41,7 +41,7 @@ func TestDamagedPartClaimed(t *testing.T) {
 	id := x.Segments[n].ID
 	present[n/8] &^= 1 << (n % 8)
 	req := request("r", "1")
-	req.Have = []bundle.Have{{ChainID: x.ChainID, TOC: fresh.images[0].TOCDigest, Present: present}}
+	req.Have = []bundle.Have{{ChainID: x.ChainID, TOC: fresh.image.TOCDigest, Present: present}}
 	if p := s.pull(t, req, nil); p.err != nil || p.segments[id] == nil {
 		t.Fatalf("%d segments, %v", len(p.segments), p.err)
 	}
@@ -73,7 +73,7 @@ func TestDamagedPartClaimed(t *testing.T) {
 
 // A stored startup set that is wrong is not sent, and built anew.
 func TestDamagedSetClaimed(t *testing.T) {
-	memory := objects.NewMemory()
+	memory := objectstest.NewMemory()
 	s := start(t, memory)
 	files := version(1)
 	_, x := s.image(t, "r", "1", files, ocispec.ImageConfig{})

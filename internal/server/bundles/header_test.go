@@ -15,6 +15,7 @@ import (
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/server/objects"
+	"hydrofoil.dev/foil/internal/server/objects/objectstest"
 	"hydrofoil.dev/foil/internal/server/planner/plannertest"
 )
 
@@ -41,8 +42,8 @@ func TestRepairedAfterHeader(t *testing.T) {
 			}
 			s.repair = func() { test.repair(t, s, digest.FromString(fmt.Sprint("1", len(version(1))))) }
 			p := s.pull(t, request("r", "1"), nil)
-			if len(p.images) != 1 || s.repairs.Load() != 1 {
-				t.Fatalf("%d headers, %d repairs, %v", len(p.images), s.repairs.Load(), p.err)
+			if p.image == nil || s.repairs.Load() != 1 {
+				t.Fatalf("header %v, %d repairs, %v", p.image, s.repairs.Load(), p.err)
 			}
 			var e *bundle.Error
 			switch {
@@ -58,7 +59,7 @@ func TestRepairedAfterHeader(t *testing.T) {
 // What one image of a request was answered with is what each server answers, whether it has
 // the image in memory or not; and what its indices were lost for in between.
 func TestSameAnswer(t *testing.T) {
-	memory := objects.NewMemory()
+	memory := objectstest.NewMemory()
 	s := start(t, memory)
 	_, x := s.image(t, "r", "1", version(1), ocispec.ImageConfig{})
 	args := []string{"app"}
@@ -94,7 +95,7 @@ func TestSameAnswer(t *testing.T) {
 			first = p
 			continue
 		}
-		if !bytes.Equal(p.images[0].TOC, first.images[0].TOC) || p.images[0].Segments != first.images[0].Segments ||
+		if !bytes.Equal(p.image.TOC, first.image.TOC) || p.image.Segments != first.image.Segments ||
 			p.bytes+int64(len(first.hello.Stream)-len(p.hello.Stream)) != first.bytes || len(p.pages) != len(first.pages) {
 			t.Errorf("%s: %d bytes, %d page runs; %d and %d of the first pull", state, p.bytes, len(p.pages), first.bytes, len(first.pages))
 		}

@@ -94,64 +94,99 @@ func TestHold(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	over2 := start(t, dir)
+	s := start(t, dir)
 	files := plannertest.Files{}
 	for i := range 20 {
 		files[fmt.Sprintf("/f%02d", i)] = text(uint64(10+i), 200_000)
 	}
-	_, x := over2.image(t, "app", "1", files, ocispec.ImageConfig{})
-	over2.record(t, "app", "1", x, []string{"serve"}, pagesOf(t, x, "/f00", 0, 0), pagesOf(t, x, "/f01", 0, 10))
-	taken, _ := direct(t, over2.World)
-	for name, s := range map[string]*server{"HTTP/2": over2, "connection taken over": taken} {
-		t.Run(name, func(t *testing.T) {
-			ask := func(hold time.Duration) *bundle.Request {
-				req := startupRequest("app", "1", []string{"serve"})
-				req.Hold = hold
-				return req
+	_, x := s.image(t, "app", "1", files, ocispec.ImageConfig{})
+	s.record(t, "app", "1", x, []string{"serve"}, pagesOf(t, x, "/f00", 0, 0), pagesOf(t, x, "/f01", 0, 10))
+	ask := func(hold time.Duration) *bundle.Request {
+		req := startupRequest("app", "1", []string{"serve"})
+		req.Hold = hold
+		return req
+	}
+	t.Run("released", func(t *testing.T) {
+		h := s.holding(t, ask(bundle.MaxHold), false)
+		var got []uint32
+		// Their neighbours in the pack do not come along.
+		for _, f := range []uint32{h.frames - 4, 3, h.frames - 2, 4} {
+			s.promotion(t, bundle.Promotion{Stream: h.stream, Frames: []uint32{f}})
+			if n := h.next(t); n != f {
+				t.Fatalf("frame %d, promoted was %d", n, f)
 			}
-			t.Run("released", func(t *testing.T) {
-				h := s.holding(t, ask(bundle.MaxHold), false)
-				var got []uint32
-				// Their neighbours in the pack do not come along.
-				for _, f := range []uint32{h.frames - 4, 3, h.frames - 2, 4} {
-					s.promotion(t, bundle.Promotion{Stream: h.stream, Frames: []uint32{f}})
-					if n := h.next(t); n != f {
-						t.Fatalf("frame %d, promoted was %d", n, f)
-					}
-					got = append(got, f)
-				}
-				s.promotion(t, bundle.Promotion{Stream: h.stream, Frames: []uint32{h.frames - 1}, Release: true})
-				if n := h.next(t); n != h.frames-1 {
-					t.Errorf("frame %d, promoted was %d", n, h.frames-1)
-				}
-				h.rest(t, append(got, h.frames-1)...)
-			})
-			t.Run("released before", func(t *testing.T) { s.holding(t, ask(bundle.MaxHold), true).rest(t) })
-			t.Run("for some time", func(t *testing.T) { s.holding(t, ask(10*time.Millisecond), false).rest(t) })
-			t.Run("all promoted", func(t *testing.T) {
-				h := s.holding(t, ask(bundle.MaxHold), false)
-				var all []uint32
-				for f := range h.frames {
-					all = append(all, f)
-				}
-				s.promotion(t, bundle.Promotion{Stream: h.stream, Frames: all})
-				h.rest(t)
-			})
-			t.Run("no set", func(t *testing.T) {
-				req := ask(bundle.MaxHold)
-				req.Images[0].Startup = false
-				s.holding(t, req, false).rest(t)
-			})
-			t.Run("a set of other services", func(t *testing.T) {
-				req := ask(bundle.MaxHold)
-				req.Images[0].Entrypoint = []string{"another"}
-				s.holding(t, req, false).rest(t)
-			})
-			t.Run("a header only", func(t *testing.T) {
-				req := ask(bundle.MaxHold)
-				req.Images[0].Header = true
-				s.holding(t, req, false).rest(t)
-			})
-		})
+			got = append(got, f)
+		}
+		s.promotion(t, bundle.Promotion{Stream: h.stream, Frames: []uint32{h.frames - 1}, Release: true})
+		if n := h.next(t); n != h.frames-1 {
+			t.Errorf("frame %d, promoted was %d", n, h.frames-1)
+		}
+		h.rest(t, append(got, h.frames-1)...)
+	})
+	t.Run("released before", func(t *testing.T) { s.holding(t, ask(bundle.MaxHold), true).rest(t) })
+	t.Run("for some time", func(t *testing.T) { s.holding(t, ask(10*time.Millisecond), false).rest(t) })
+	t.Run("all promoted", func(t *testing.T) {
+		h := s.holding(t, ask(bundle.MaxHold), false)
+		var all []uint32
+		for f := range h.frames {
+			all = append(all, f)
+		}
+		s.promotion(t, bundle.Promotion{Stream: h.stream, Frames: all})
+		h.rest(t)
+	})
+	t.Run("no set", func(t *testing.T) {
+		req := ask(bundle.MaxHold)
+		req.Image.Startup = false
+		s.holding(t, req, false).rest(t)
+	})
+	t.Run("a set of other services", func(t *testing.T) {
+		req := ask(bundle.MaxHold)
+		req.Image.Entrypoint = []string{"another"}
+		s.holding(t, req, false).rest(t)
+	})
+	t.Run("a header only", func(t *testing.T) {
+		req := ask(bundle.MaxHold)
+		req.Image.Header = true
+		s.holding(t, req, false).rest(t)
+	})
+}
+
+// TestChoose: a stream waits for the worker's choice, then sends what was not skipped.
+func TestChoose(t *testing.T) {
+	dir, err := objects.OpenDir(t.TempDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := start(t, dir)
+	files := plannertest.Files{}
+	for i := range 20 {
+		files[fmt.Sprintf("/f%02d", i)] = text(uint64(10+i), 200_000)
+	}
+	s.image(t, "app", "1", files, ocispec.ImageConfig{})
+	req := request("app", "1")
+	req.Choose = true
+	h := s.holding(t, req, false)
+	s.promotion(t, bundle.Promotion{Stream: h.stream, Frames: []uint32{3}, Number: 1})
+	if n := h.next(t); n != 3 {
+		t.Errorf("frame %d, promoted was 3", n)
+	}
+	var skip []uint32
+	for f := uint32(1); f < h.frames; f++ {
+		skip = append(skip, f)
+	}
+	s.promotion(t, bundle.Promotion{Stream: h.stream, Frames: []uint32{2}, Number: 2})
+	if n := h.next(t); n != 2 {
+		t.Errorf("frame %d, promoted was 2", n)
+	}
+	s.promotion(t, bundle.Promotion{Stream: h.stream, Skip: skip, Chosen: true})
+	if n := h.next(t); n != 0 {
+		t.Errorf("frame %d, all but 0 were skipped or sent", n)
+	}
+	if section, err := h.Next(); !errors.Is(err, io.EOF) {
+		t.Errorf("%T, %v", section, err)
+	}
+	resp := s.post(t, context.Background(), bundle.PromotePath, bundle.Promotion{Stream: h.stream})
+	if resp.StatusCode != http.StatusNotFound {
+		t.Errorf("a stream of which the rest was skipped has not ended: %s", resp.Status)
 	}
 }

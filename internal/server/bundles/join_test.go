@@ -50,23 +50,15 @@ func TestStartupSetOnly(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			req := startupRequest("app", "1", []string{"second"})
-			req.Images[0].Header, req.Have = true, c.have
+			req.Image.Header, req.Have = true, c.have
 			p := s.pull(t, req, nil)
-			if p.err != nil || len(p.startups) != 1 || len(p.plan.Frames) != 0 || len(p.images) != 1 {
+			if p.err != nil || len(p.startups) != 1 || len(p.plan.Frames) != 0 {
 				t.Fatalf("%v: %d sets, plan %+v", p.err, len(p.startups), p.plan)
 			}
 			if got := trace.Merge(p.startups[0].Runs); !slices.Equal(got, trace.Merge(c.want)) {
 				t.Errorf("got %v, want %v", got, c.want)
 			}
 		})
-	}
-	// Another image of the request is planned as ever.
-	_, y := s.image(t, "app", "2", version(2), ocispec.ImageConfig{})
-	req := startupRequest("app", "1", []string{"second"})
-	req.Images[0].Header = true
-	req.Images = append(req.Images, bundle.ImageRequest{Repository: "app", Reference: "2"})
-	if p := s.pull(t, req, nil); p.err != nil || missing(y, p.segments) > 0 || len(p.startups) != 1 {
-		t.Errorf("%v: %d segments of the other image are missing, %d sets", p.err, missing(y, p.segments), len(p.startups))
 	}
 }
 
@@ -144,7 +136,7 @@ func TestAhead(t *testing.T) {
 	frames := next[*bundle.Plan](t, first).Frames
 
 	req := startupRequest("app", "1", []string{"second"})
-	req.Images[0].Header, req.Ahead = true, hello.Stream
+	req.Image.Header, req.Ahead = true, hello.Stream
 	second := s.slow(t, req)
 	next[*bundle.Hello](t, second)
 	next[*bundle.Image](t, second)

@@ -16,21 +16,22 @@ type plan struct {
 	sent bool
 }
 
-// plan begins to make the plan of what d says.
-func (p *pull) plan(ctx context.Context, d *planner.Difference, wants []planner.Want, encoded [][]byte, sets []*startup.Set, deliveries []*startup.Delivery) *plan {
+// plan begins to make the plan of what d says. Of an image of which only the header is wanted
+// nothing is planned.
+func (p *pull) plan(ctx context.Context, d *planner.Difference, x *planner.Index, encoded []byte, set *startup.Set, delivery *startup.Delivery) *plan {
 	l := &plan{p: p, done: make(chan struct{})}
+	if p.req.Image.Header {
+		l.made = new(planner.Plan)
+		close(l.done)
+		return l
+	}
 	go func() {
 		defer close(l.done)
-		for i, m := range p.images {
-			if wants[i].Header {
-				continue
-			}
-			var guess planner.Order
-			if guess, l.err = p.h.order(ctx, m, wants[i].Index, encoded[i]); l.err != nil {
-				return
-			}
-			d.SetOrder(i, orderOf(wants[i].Index, guess, sets[i], deliveries[i] != nil))
+		var guess planner.Order
+		if guess, l.err = p.h.order(ctx, p.image, x, encoded); l.err != nil {
+			return
 		}
+		d.SetOrder(orderOf(x, guess, set, delivery != nil))
 		l.made = d.Plan()
 	}()
 	return l
@@ -66,24 +67,23 @@ func (l *plan) send() error {
 	return nil
 }
 
-// early is what goes between two pieces of a startup set for a worker that takes it there
+// between is what goes between two pieces of a startup set for a worker that takes it there
 // (bundle.Request.EarlyPlan): the plan, as soon as there is one, and what has been promoted since.
-func (l *plan) early(ctx context.Context) error {
+func (l *plan) between(ctx context.Context) error {
 	if !l.p.req.EarlyPlan || !l.ready() {
 		return nil
 	}
 	if err := l.send(); err != nil {
 		return err
 	}
-	return l.p.suspectAll(l.p.queue.sendPromoted(ctx, l.p.h.frames, l.p.w, l.p.flush))
+	return l.p.suspect(l.p.queue.sendPromoted(ctx, l.p.h.frames, l.p.w, l.p.flush))
 }
 
-// suspectAll passes on an error of frames of the plan, which may be any image's.
-func (p *pull) suspectAll(err error) error {
+// suspect passes on an error of frames or pages of the image, which is repaired before it is
+// served again if they are damaged.
+func (p *pull) suspect(err error) error {
 	if isDamage(err) {
-		for _, m := range p.images {
-			p.h.suspect(m)
-		}
+		p.h.suspect(p.image)
 	}
 	return err
 }

@@ -22,47 +22,30 @@ import (
 	"hydrofoil.dev/foil/internal/server/startup"
 )
 
-// startup finds the set of each image, and selects what the worker lacks of
-// those it asked for: by d, or by its place in alone. here are the pages it has, by
-// image. What these bring is left out of the plan. Sets only make a pull faster: it goes
-// on without one that cannot be had.
-func (p *pull) startup(ctx context.Context, d *planner.Difference, alone []*planner.Difference, wants []planner.Want, here [][]trace.Run) ([]*startup.Set, []*startup.Delivery) {
-	sets := make([]*startup.Set, len(wants))
-	deliveries := make([]*startup.Delivery, len(wants))
-	arrive := make([][]trace.Run, len(wants))
-	for i, m := range p.images {
-		lacks := func(r trace.Run) bool { return d.Lacks(i, r) }
-		switch {
-		case alone[i] != nil:
-			lacks = func(r trace.Run) bool { return alone[i].Lacks(0, r) }
-		case wants[i].Header:
-			continue
-		default:
-			arrive[i] = here[i]
-		}
-		args := p.req.Images[i].Service(m.Image.Config)
-		x := wants[i].Index
-		set, err := p.h.sets.Find(ctx, m.startupImage(x.TOC()), args, x.Table())
-		if err != nil && ctx.Err() == nil {
-			p.h.log.Warn("image is sent without its startup set", "image", ref(m.Repository, m.Reference), "error", err)
-		}
-		if set == nil || p.setDamaged(ctx, set, x.Table()) {
-			continue
-		}
-		sets[i] = set
-		if !p.req.Images[i].Startup {
-			continue
-		}
-		deliveries[i] = set.Select(x.Table(), func(r trace.Run) bool {
-			return !trace.Contains(here[i], r) && lacks(r)
-		})
-		deliveries[i].Wire.Index = i
-		if !wants[i].Header {
-			arrive[i] = slices.Concat(here[i], deliveries[i].Wire.Runs)
-		}
+// startup finds the startup set of the image and, if it was asked for, selects what the worker
+// lacks of it; what that brings, and the pages that are here, are left out of the plan. A set only
+// makes a pull faster: it goes on without one that cannot be had.
+func (p *pull) startup(ctx context.Context, d *planner.Difference, x *planner.Index, here []trace.Run) (*startup.Set, *startup.Delivery) {
+	if p.req.Image.Header && !p.req.Image.Startup {
+		return nil, nil
 	}
-	d.Arrive(arrive)
-	return sets, deliveries
+	m := p.image
+	set, err := p.h.sets.Find(ctx, m.startupImage(x.TOC()), p.req.Image.Service(m.Image.Config), x.Table())
+	if err != nil && ctx.Err() == nil {
+		p.h.log.Warn("image is sent without its startup set", "image", p.about, "error", err)
+	}
+	if set != nil && p.setDamaged(ctx, set, x.Table()) {
+		set = nil
+	}
+	if set == nil || !p.req.Image.Startup {
+		d.Arrive(here)
+		return set, nil
+	}
+	delivery := set.Select(x.Table(), func(r trace.Run) bool {
+		return !trace.Contains(here, r) && d.Lacks(r)
+	})
+	d.Arrive(slices.Concat(here, delivery.Wire.Runs))
+	return set, delivery
 }
 
 // orderOf returns in which order the rest of an image is likely to be needed:
@@ -78,59 +61,40 @@ func orderOf(x *planner.Index, guess planner.Order, set *startup.Set, sent bool)
 	return x.OrderBy(guess, set.Runs(), set.Late)
 }
 
-// hold is for how long only promoted frames follow the startup sets.
-func (p *pull) hold(deliveries []*startup.Delivery) time.Duration {
-	for _, d := range deliveries {
-		if d != nil && d.Wire.Held() {
-			return p.req.Hold
-		}
+// hold is for how long only promoted frames follow the startup set.
+func (p *pull) hold(d *startup.Delivery) time.Duration {
+	if d != nil && d.Wire.Held() {
+		return p.req.Hold
 	}
 	return 0
 }
 
-// pages sends startup sets, the last one with what of the plan may go early.
-func (p *pull) pages(ctx context.Context, wants []planner.Want, deliveries []*startup.Delivery, plan *plan) error {
-	last := len(deliveries) - 1
-	for last >= 0 && deliveries[last] == nil {
-		last--
+// pages sends the startup set, with what of the plan may go early.
+func (p *pull) pages(ctx context.Context, x *planner.Index, d *startup.Delivery, plan *plan) error {
+	if d == nil {
+		return nil
 	}
-	for i, delivery := range deliveries {
-		if delivery == nil {
-			continue
-		}
-		x := wants[i].Index
-		if len(delivery.Rest) > 0 {
-			if err := p.w.Here(&bundle.Here{Index: i, Runs: delivery.Rest}); err != nil {
-				return writeFailed{err}
-			}
-		}
-		if err := p.w.Startup(&delivery.Wire, x.Table()); err != nil {
+	if len(d.Rest) > 0 {
+		if err := p.w.Here(&bundle.Here{Runs: d.Rest}); err != nil {
 			return writeFailed{err}
 		}
-		p.about = ref(p.images[i].Repository, p.images[i].Reference)
-		contents := &planner.Contents{TOC: x.Table(), Index: x, Objects: p.h.o.Objects}
-		err := delivery.Send(ctx, contents, func(sections []byte) error {
-			if i == last {
-				if err := plan.early(ctx); err != nil {
-					return err
-				}
-			}
-			if err := p.w.Sections(sections); err != nil {
-				return writeFailed{err}
-			}
-			if err := p.flush(); err != nil {
-				return writeFailed{err}
-			}
-			return nil
-		})
-		if isDamage(err) {
-			p.h.suspect(p.images[i])
-		}
-		if err != nil {
+	}
+	if err := p.w.Startup(&d.Wire, x.Table()); err != nil {
+		return writeFailed{err}
+	}
+	contents := &planner.Contents{TOC: x.Table(), Index: x, Objects: p.h.o.Objects}
+	return p.suspect(d.Send(ctx, contents, func(sections []byte) error {
+		if err := plan.between(ctx); err != nil {
 			return err
 		}
-	}
-	return nil
+		if err := p.w.Sections(sections); err != nil {
+			return writeFailed{err}
+		}
+		if err := p.flush(); err != nil {
+			return writeFailed{err}
+		}
+		return nil
+	}))
 }
 
 // startupImage names the image to package startup.

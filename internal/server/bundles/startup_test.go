@@ -21,7 +21,7 @@ import (
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/format/toc"
 	"hydrofoil.dev/foil/internal/format/trace"
-	"hydrofoil.dev/foil/internal/server/objects"
+	"hydrofoil.dev/foil/internal/server/objects/objectstest"
 	"hydrofoil.dev/foil/internal/server/planner"
 	"hydrofoil.dev/foil/internal/server/planner/plannertest"
 )
@@ -97,9 +97,9 @@ func pagesOf(t testing.TB, x *toc.TOC, path string, first, blocks uint32) trace.
 // startupRequest asks for an image with the set of a service.
 func startupRequest(repo, reference string, args []string) *bundle.Request {
 	req := request(repo, reference)
-	req.Images[0].Startup = true
+	req.Image.Startup = true
 	if args != nil {
-		req.Images[0].Entrypoint = args
+		req.Image.Entrypoint = args
 	}
 	return req
 }
@@ -343,39 +343,9 @@ func TestStartupProperty(t *testing.T) {
 	})
 }
 
-// Two images in one request, of which one version asks for its set.
-func TestStartupOfSeveralImages(t *testing.T) {
-	s := start(t, nil)
-	one, two := version(1), version(2)
-	m, x := s.image(t, "r", "1", one, ocispec.ImageConfig{})
-	_, y := s.image(t, "r", "2", two, ocispec.ImageConfig{})
-	s.record(t, "r", "2", y, []string{"app"}, pagesOf(t, y, "/bin/sh", 0, 0), pagesOf(t, y, "/usr/bin/other", 0, 0))
-	req := request("r", "1", "2")
-	req.Images[1].Startup, req.Images[1].Args = true, []string{"app"}
-	p := s.pull(t, req, nil)
-	if p.err != nil || len(p.startups) != 1 || p.startups[0].Index != 1 {
-		t.Fatalf("%v, %d sets", p.err, len(p.startups))
-	}
-	// The other image has no pages of it: it needs the segment.
-	i, _ := x.Lookup("/bin/sh")
-	if p.segments[x.SegmentsOf(i)[0].ID] == nil || missing(x, p.segments) > 0 {
-		t.Errorf("%d segments of the first image are missing", missing(x, p.segments))
-	}
-	req.Images[0].Startup, req.Images[0].Args = true, []string{"app"} // inherited
-	if err := s.handler.Prepare(context.Background(), "r", m.Digest); err != nil {
-		t.Fatal(err)
-	}
-	if p = s.pull(t, req, nil); p.err != nil || len(p.startups) != 2 || p.startups[0].Origin != bundle.OriginInherited {
-		t.Fatalf("%v, sets %+v", p.err, p.startups)
-	}
-	if p.segments[x.SegmentsOf(i)[0].ID] != nil {
-		t.Error("a segment that both sets have was planned")
-	}
-}
-
 // A pull goes on when the store of pages is lost or damaged, or cannot be read.
 func TestStartupStoreLost(t *testing.T) {
-	memory := objects.NewMemory()
+	memory := objectstest.NewMemory()
 	s := start(t, memory)
 	files := version(1)
 	_, x := s.image(t, "r", "1", files, ocispec.ImageConfig{})
@@ -414,8 +384,8 @@ func TestStartupStoreLost(t *testing.T) {
 	s.record(t, "r", "1", x, args, touched)
 	check("built anew", 1)
 
-	memory.Inject(func(_ int, op objects.Op, key string) error {
-		if op == objects.OpOpen && strings.HasPrefix(key, "startup/") {
+	memory.Inject(func(_ int, op objectstest.Op, key string) error {
+		if op == objectstest.OpOpen && strings.HasPrefix(key, "startup/") {
 			return errors.New("the disk does not answer")
 		}
 		return nil

@@ -61,163 +61,10 @@ func (s *streams) find(id string) *queue {
 	return s.m[id]
 }
 
-// queue is what a stream still has to send.
-type queue struct {
-	mu       sync.Mutex
-	sources  []planner.Source // guarded by mu; nil until there is a plan
-	state    []frameState     // guarded by mu, by frame
-	left     int              // guarded by mu: frames that were not taken
-	next     int              // guarded by mu: no frame before it is left
-	promoted []uint32         // guarded by mu: to be sent first, some taken
-	paused   int              // guarded by mu: streams that go ahead of this one
-	held     bool             // guarded by mu: as bundle.Request.Hold says
-	released bool             // guarded by mu: it is not held any more
-	changed  chan struct{}    // guarded by mu: closed when something of this changes; nil: nobody waits
-}
-
-type frameState uint8
-
-const (
-	isTaken frameState = 1 << iota
-	isPromoted
-)
-
-// start gives the queue its frames.
-func (q *queue) start(sources []planner.Source) {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	q.sources, q.state, q.left = sources, make([]frameState, len(sources)), len(sources)
-}
-
-// hold keeps back what is not promoted for some time, or until release is called,
-// before it or after. end must be called when the queue is of no more use.
-func (q *queue) hold(most time.Duration) (end func()) {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	if q.released || most <= 0 {
-		return func() {}
-	}
-	q.held = true
-	timer := time.AfterFunc(most, q.release)
-	return func() { timer.Stop() }
-}
-
-// release ends what hold does.
-func (q *queue) release() {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	q.held, q.released = false, true
-	q.change()
-}
-
-// promote puts frames before all others, the first one first. Frames that are
-// not in the plan, or sent, are ignored.
-func (q *queue) promote(frames []uint32) {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	seen := make(map[uint32]bool, len(frames)+len(q.promoted))
-	var first []uint32
-	for _, list := range [][]uint32{frames, q.promoted} {
-		for _, f := range list {
-			if int(f) < len(q.state) && q.state[f]&isTaken == 0 && !seen[f] {
-				seen[f] = true
-				q.state[f] |= isPromoted
-				first = append(first, f)
-			}
-		}
-	}
-	q.promoted = first
-	q.change()
-}
-
-// pause keeps back what is not promoted until resume is called as often.
-func (q *queue) pause() {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	q.paused++
-}
-
-func (q *queue) resume() {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	q.paused--
-	q.change()
-}
-
-// change wakes who waits. Called with mu held.
-func (q *queue) change() {
-	if q.changed != nil {
-		close(q.changed)
-		q.changed = nil
-	}
-}
-
-// wait waits until something may be sent, and takes it: the next frames that lie
-// one after the other in one pack, or one frame that has to be made; none at the
-// end.
-func (q *queue) wait(ctx context.Context, run []uint32) ([]uint32, error) {
-	for {
-		q.mu.Lock()
-		if run = q.take(run[:0]); len(run) > 0 || q.left == 0 {
-			q.mu.Unlock()
-			return run, nil
-		}
-		if q.changed == nil {
-			q.changed = make(chan struct{})
-		}
-		changed := q.changed
-		q.mu.Unlock()
-		select {
-		case <-changed:
-		case <-ctx.Done():
-			return nil, ctx.Err()
-		}
-	}
-}
-
-// take appends what may be sent now to run, if there is something. Called with mu
-// held.
-func (q *queue) take(run []uint32) []uint32 {
-	only := q.paused > 0 || q.held // what was promoted
-	for len(q.promoted) > 0 && len(run) == 0 {
-		if f := q.promoted[0]; q.state[f]&isTaken == 0 {
-			run = append(run, f)
-		}
-		q.promoted = q.promoted[1:]
-	}
-	for len(run) == 0 {
-		if only || q.next == len(q.state) {
-			return run
-		}
-		if q.state[q.next]&isTaken == 0 {
-			run = append(run, uint32(q.next))
-		}
-		q.next++
-	}
-	f := run[0]
-	q.state[f] |= isTaken
-	last, bytes := q.sources[f], q.sources[f].Parts[0].Length
-	for f++; int(f) < len(q.state) && q.state[f]&isTaken == 0 && last.Whole() && q.sources[f].Whole(); f++ {
-		a, b := last.Parts[0], q.sources[f].Parts[0]
-		if a.Pack != b.Pack || a.Offset+int64(a.Length) != b.Offset || bytes+b.Length > runBytes || only && q.state[f]&isPromoted == 0 {
-			break
-		}
-		q.state[f] |= isTaken
-		run = append(run, f)
-		last, bytes = q.sources[f], bytes+b.Length
-	}
-	q.left -= len(run)
-	return run
-}
-
 // chunk is a run of frames on its way.
 type chunk struct {
 	frames []uint32
-	// buf is their sections, if they do not go from the file; reused.
-	buf []byte
-	// direct says that the frames go from the pack's file, from offset on.
-	direct bool
-	offset int64
+	buf    []byte // their sections; reused
 	err    error
 
 	// What the last frames came from, kept open for the next ones. file is nil
@@ -225,12 +72,11 @@ type chunk struct {
 	pack   string
 	reader io.ReadCloser
 	file   *os.File
-	size   int64 // of file, bytes
 }
 
 // open opens what a run of frames is read from.
 func (c *chunk) open(ctx context.Context, store objects.Store, all planner.Part) error {
-	if c.file != nil && c.pack == all.Pack && all.Offset+int64(all.Length) <= c.size {
+	if c.file != nil && c.pack == all.Pack {
 		return nil
 	}
 	c.close()
@@ -240,9 +86,7 @@ func (c *chunk) open(ctx context.Context, store objects.Store, all planner.Part)
 	}
 	c.pack, c.reader = all.Pack, r
 	if in, ok := r.(objects.InFile); ok {
-		if info, err := in.File().Stat(); err == nil {
-			c.file, c.size = in.File(), info.Size()
-		}
+		c.file = in.File()
 	}
 	return nil
 }
@@ -268,7 +112,7 @@ type source struct {
 
 // read reads chunks until the queue is empty or ctx ends, and closes out. Used
 // chunks come back through free.
-func (q *queue) read(ctx context.Context, from source, direct bool, out chan<- *chunk, free <-chan *chunk) {
+func (q *queue) read(ctx context.Context, from source, out chan<- *chunk, free <-chan *chunk) {
 	defer close(out)
 	for {
 		var c *chunk
@@ -281,7 +125,7 @@ func (q *queue) read(ctx context.Context, from source, direct bool, out chan<- *
 		if c.frames, err = q.wait(ctx, c.frames); err != nil || len(c.frames) == 0 {
 			return
 		}
-		c.err = from.fill(ctx, q.sources, direct, c) // sources do not change any more
+		c.err = from.fill(ctx, q.list.sources, c) // sources do not change any more
 		select {
 		case out <- c:
 		case <-ctx.Done():
@@ -293,10 +137,9 @@ func (q *queue) read(ctx context.Context, from source, direct bool, out chan<- *
 	}
 }
 
-// fill gets the sections of the frames of c. With direct, only what is not in a
-// file is read.
-func (from source) fill(ctx context.Context, sources []planner.Source, direct bool, c *chunk) error {
-	c.buf, c.direct = c.buf[:0], false
+// fill gets the sections of the frames of c.
+func (from source) fill(ctx context.Context, sources []planner.Source, c *chunk) error {
+	c.buf = c.buf[:0]
 	first := sources[c.frames[0]]
 	if !first.Whole() {
 		b, err := from.made.Get(ctx, nameOf(first), func(ctx context.Context) ([]byte, error) {
@@ -314,10 +157,6 @@ func (from source) fill(ctx context.Context, sources []planner.Source, direct bo
 	}
 	if err := c.open(ctx, from.store, all); err != nil {
 		return err
-	}
-	c.offset = all.Offset
-	if c.direct = direct && c.file != nil; c.direct {
-		return nil
 	}
 	for _, f := range c.frames {
 		p := sources[f].Parts[0]
@@ -388,17 +227,9 @@ func makeFrame(ctx context.Context, store objects.Store, source planner.Source) 
 	return slices.Clip(b), err
 }
 
-// waits reports whether what is left is kept back.
-func (q *queue) waits() bool {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	return q.paused > 0 || q.held
-}
-
-// send writes what the queue holds; from files by to, if there is one, on which w
-// then writes. While frames are kept back the worker is told every alive that there
-// are more.
-func (q *queue) send(ctx context.Context, from source, to *direct, w *bundle.Writer, flush func() error, alive time.Duration) error {
+// send writes what the queue holds. While frames are kept back the worker is told
+// every alive that there are more.
+func (q *queue) send(ctx context.Context, from source, w *bundle.Writer, flush func() error, alive time.Duration) error {
 	tick := time.NewTicker(alive)
 	defer tick.Stop()
 	ctx, cancel := context.WithCancel(ctx)
@@ -407,7 +238,7 @@ func (q *queue) send(ctx context.Context, from source, to *direct, w *bundle.Wri
 	for i := range chunks {
 		free <- &chunks[i]
 	}
-	go q.read(ctx, from, to != nil, out, free)
+	go q.read(ctx, from, out, free)
 	defer func() {
 		cancel()
 		for range out { // wait for read
@@ -435,13 +266,6 @@ func (q *queue) send(ctx context.Context, from source, to *direct, w *bundle.Wri
 		if c.err != nil {
 			return c.err
 		}
-		if c.direct {
-			if err := q.sendDirect(to, c); err != nil {
-				return err
-			}
-			free <- c
-			continue
-		}
 		if err := w.Sections(c.buf); err != nil {
 			return writeFailed{err}
 		}
@@ -457,14 +281,11 @@ func (q *queue) sendPromoted(ctx context.Context, from source, w *bundle.Writer,
 	var c chunk
 	defer c.close()
 	for {
-		q.mu.Lock()
-		c.frames = q.take(c.frames[:0])
-		sources := q.sources
-		q.mu.Unlock()
-		if len(c.frames) == 0 {
+		var sources []planner.Source
+		if c.frames, sources = q.takeNow(c.frames); len(c.frames) == 0 {
 			return nil
 		}
-		if err := from.fill(ctx, sources, false, &c); err != nil {
+		if err := from.fill(ctx, sources, &c); err != nil {
 			return err
 		}
 		if err := w.Sections(c.buf); err != nil {
@@ -474,19 +295,6 @@ func (q *queue) sendPromoted(ctx context.Context, from source, w *bundle.Writer,
 			return writeFailed{err}
 		}
 	}
-}
-
-// sendDirect sends frames from their file.
-func (q *queue) sendDirect(to *direct, c *chunk) error {
-	offset := c.offset
-	for _, f := range c.frames {
-		length := int(q.sources[f].Parts[0].Length)
-		if err := to.frame(f, c.file, offset, length); err != nil {
-			return fmt.Errorf("send %d bytes at %d of pack %s: %w", length, offset, c.pack, err)
-		}
-		offset += int64(length)
-	}
-	return nil
 }
 
 // writeFailed is an error of the connection: there is nobody to tell.

@@ -4,7 +4,7 @@
 // # Packs
 //
 // A pack is one immutable object under packs/, and says itself what it holds,
-// so that the catalog can be rebuilt from the packs alone (Store.Rebuild):
+// so that the catalog can be rebuilt from the packs alone:
 //
 //	magic    8 bytes: "hfpack\x00\x01"
 //	frames   one after the other, each as package segment codes it
@@ -27,8 +27,7 @@
 // A Writer commits packs to the object store as they fill, and tells the catalog
 // about none of them before Publish: until then nobody can refer to them, so
 // Close can delete them. A process that dies in between leaves packs that the
-// catalog does not know. They are harmless, and found by Orphans; a Rebuild
-// would take them in, which is as right, since a segment is what its ID says.
+// catalog does not know. They take room and do no harm.
 package dedup
 
 import (
@@ -56,9 +55,6 @@ const (
 
 // ErrBadPack is returned, wrapped, for an object that is no pack or is damaged.
 var ErrBadPack = errors.New("damaged pack")
-
-// ErrNotStored is returned, wrapped, for a segment that no pack holds.
-var ErrNotStored = errors.New("segment not stored")
 
 // Store reads and writes segments.
 type Store struct {

@@ -17,7 +17,7 @@
 //
 // What is refused, or fails in the first step, deletes what it added: nobody
 // else can have come to use it. A process that is killed there leaves packs that
-// the catalog does not know (dedup.Store.Orphans finds them). From step 3 on,
+// the catalog does not know: they take room and do no harm. From step 3 on,
 // there are segments that are as good as any, and the next ingest of the layer
 // finds them stored. An entry list without a row is replaced by that one: equal
 // blobs have equal lists.

@@ -29,13 +29,14 @@ import (
 	"hydrofoil.dev/foil/internal/server/layer"
 	lt "hydrofoil.dev/foil/internal/server/layer/layertest"
 	"hydrofoil.dev/foil/internal/server/objects"
+	"hydrofoil.dev/foil/internal/server/objects/objectstest"
 	"hydrofoil.dev/foil/internal/server/rootfs"
 )
 
 // server is an Ingester over a memory that counts.
 type server struct {
 	*ingest.Ingester
-	memory *objects.Memory
+	memory *objectstest.Memory
 }
 
 func newServer(t testing.TB) *server {
@@ -44,7 +45,7 @@ func newServer(t testing.TB) *server {
 	if err != nil {
 		t.Fatal(err)
 	}
-	memory := objects.NewMemory()
+	memory := objectstest.NewMemory()
 	s := &server{&ingest.Ingester{Objects: memory, Catalog: c}, memory}
 	t.Cleanup(func() {
 		s.Close()
@@ -118,7 +119,6 @@ func readBack(t testing.TB, g *ingest.Ingester, r catalog.Rootfs) (*toc.TOC, map
 	if x.ChainID != r.ChainID {
 		t.Fatalf("chain ID %s, want %s", x.ChainID, r.ChainID)
 	}
-	store := &dedup.Store{Objects: g.Objects, Catalog: g.Catalog}
 	contents := map[segment.ID][]byte{}
 	for _, c := range x.Contents {
 		b := make([]byte, 0, c.Size)
@@ -127,11 +127,7 @@ func readBack(t testing.TB, g *ingest.Ingester, r catalog.Rootfs) (*toc.TOC, map
 				b = append(b, make([]byte, s.Length)...)
 				continue
 			}
-			body, err := store.ReadSegment(context.Background(), s.ID)
-			if err != nil {
-				t.Fatal(err)
-			}
-			b = append(b, body...)
+			b = append(b, readSegment(t, g, s.ID)...)
 		}
 		if segment.ID(sha256.Sum256(b)) != c.ID || int64(len(b)) != c.Size {
 			t.Fatalf("content %s: other bytes", c.ID)
@@ -139,6 +135,32 @@ func readBack(t testing.TB, g *ingest.Ingester, r catalog.Rootfs) (*toc.TOC, map
 		contents[c.ID] = b
 	}
 	return x, contents
+}
+
+// readSegment returns the bytes of a segment, which must be stored and whole.
+func readSegment(t testing.TB, g *ingest.Ingester, id segment.ID) []byte {
+	t.Helper()
+	locations, err := g.Catalog.Locate(context.Background(), []segment.ID{id})
+	if err != nil || locations[0].Frame == nil {
+		t.Fatalf("segment %s is not stored: %v", id, err)
+	}
+	l := locations[0]
+	frame, err := (&dedup.Store{Objects: g.Objects, Catalog: g.Catalog}).ReadFrame(context.Background(), l.Frame)
+	if err != nil {
+		t.Fatal(err)
+	}
+	b, err := segment.DecodeFrame(nil, frame, int(l.Frame.RawLength))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, before := range l.Frame.Segments[:l.Index] {
+		b = b[before.Length:]
+	}
+	b = b[:l.Frame.Segments[l.Index].Length]
+	if segment.Sum(b) != id {
+		t.Fatalf("segment %s has other bytes", id)
+	}
+	return b
 }
 
 func wantFile(t testing.TB, x *toc.TOC, contents map[segment.ID][]byte, path, data string) {
@@ -197,7 +219,7 @@ func TestWhatIsPushedComesBack(t *testing.T) {
 		t.Errorf("row %+v", row)
 	}
 	// Again: nothing is read and nothing written.
-	s.memory.Inject(func(_ int, op objects.Op, key string) error { return fmt.Errorf("%s of %s", op, key) })
+	s.memory.Inject(func(_ int, op objectstest.Op, key string) error { return fmt.Errorf("%s of %s", op, key) })
 	again, err := s.Rootfs(context.Background(), layers)
 	if err != nil || again != r {
 		t.Errorf("again: %+v, %v", again, err)
@@ -254,12 +276,12 @@ func TestConcurrentPushesIngestOnce(t *testing.T) {
 		push(t, s.memory, lt.Layer{lt.File("b", 0o644, noise(2, 1<<20))}.Gzip(t)),
 	}
 	var blobs, tocs atomic.Int32
-	s.memory.Inject(func(_ int, op objects.Op, key string) error {
+	s.memory.Inject(func(_ int, op objectstest.Op, key string) error {
 		switch {
-		case op == objects.OpOpen && strings.HasPrefix(key, "blobs/"):
+		case op == objectstest.OpOpen && strings.HasPrefix(key, "blobs/"):
 			blobs.Add(1)
 			time.Sleep(20 * time.Millisecond) // let the others come
-		case op == objects.OpCreate && strings.HasPrefix(key, "tocs/"):
+		case op == objectstest.OpCreate && strings.HasPrefix(key, "tocs/"):
 			tocs.Add(1)
 		}
 		return nil
@@ -287,8 +309,8 @@ func TestHostileLayersAreRefusedOnceAndLeaveNothing(t *testing.T) {
 	l := lt.Layer{lt.File("large", 0o644, noise(3, 4<<20)), lt.File("../escape", 0o644, "x")}
 	d := push(t, s.memory, l.Gzip(t))
 	var committed atomic.Bool
-	s.memory.Inject(func(_ int, op objects.Op, key string) error {
-		if op == objects.OpCommit && strings.HasPrefix(key, "packs/") {
+	s.memory.Inject(func(_ int, op objectstest.Op, key string) error {
+		if op == objectstest.OpCommit && strings.HasPrefix(key, "packs/") {
 			committed.Store(true)
 		}
 		return nil
@@ -306,8 +328,8 @@ func TestHostileLayersAreRefusedOnceAndLeaveNothing(t *testing.T) {
 			if !committed.Load() {
 				t.Fatal("no pack was committed: the test shows nothing")
 			}
-			s.memory.Inject(func(_ int, op objects.Op, key string) error {
-				if op == objects.OpOpen {
+			s.memory.Inject(func(_ int, op objectstest.Op, key string) error {
+				if op == objectstest.OpOpen {
 					t.Errorf("refused already, and %s is read again", key)
 				}
 				return nil
@@ -387,7 +409,7 @@ func TestEveryFailureIsTransient(t *testing.T) {
 		s.Options.Packs.PackSize = 64 << 10
 		d := push(t, s.memory, blob)
 		var hit atomic.Bool
-		s.memory.Inject(func(at int, op objects.Op, _ string) error {
+		s.memory.Inject(func(at int, op objectstest.Op, _ string) error {
 			if at == n {
 				hit.Store(true)
 				return syscall.ENOSPC
@@ -436,8 +458,8 @@ func TestCallersComeAndGo(t *testing.T) {
 	s := newServer(t)
 	d := push(t, s.memory, lt.Layer{lt.File("a", 0o644, noise(6, 100_000))}.Gzip(t))
 	opened, proceed := make(chan struct{}, 8), make(chan struct{})
-	s.memory.Inject(func(_ int, op objects.Op, key string) error {
-		if op == objects.OpOpen && strings.HasPrefix(key, "blobs/") {
+	s.memory.Inject(func(_ int, op objectstest.Op, key string) error {
+		if op == objectstest.OpOpen && strings.HasPrefix(key, "blobs/") {
 			opened <- struct{}{}
 			<-proceed
 		}
@@ -474,8 +496,8 @@ func TestTheFirstCallerMayLeave(t *testing.T) {
 	s := newServer(t)
 	d := push(t, s.memory, lt.Layer{lt.File("a", 0o644, noise(7, 100_000))}.Gzip(t))
 	opened, proceed := make(chan struct{}, 8), make(chan struct{})
-	s.memory.Inject(func(_ int, op objects.Op, key string) error {
-		if op == objects.OpOpen && strings.HasPrefix(key, "blobs/") {
+	s.memory.Inject(func(_ int, op objectstest.Op, key string) error {
+		if op == objectstest.OpOpen && strings.HasPrefix(key, "blobs/") {
 			opened <- struct{}{}
 			<-proceed
 		}

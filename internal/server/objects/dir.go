@@ -13,6 +13,8 @@ import (
 	"strings"
 	"sync"
 	"syscall"
+
+	"hydrofoil.dev/foil/internal/durable"
 )
 
 // Dir is a Store in a local directory: the object a/b is the file a/b. Objects
@@ -55,7 +57,7 @@ func OpenDir(dir string) (*Dir, error) {
 		return nil, fmt.Errorf("open object directory: %w", err)
 	}
 	for _, p := range []string{filepath.Dir(root), root} {
-		if err := syncDir(p); err != nil {
+		if err := durable.Sync(p); err != nil {
 			return nil, fmt.Errorf("open object directory: %w", err)
 		}
 	}
@@ -150,15 +152,10 @@ func (d *Dir) adopt(ctx context.Context, key, path string) error {
 	if err := ctx.Err(); err != nil {
 		return fmt.Errorf("adopt object %s: %w", key, err)
 	}
-	f, err := os.Open(path)
-	if err != nil {
+	if err := durable.Sync(path); err != nil {
 		return fmt.Errorf("adopt object %s: %w", key, err)
 	}
-	err = errors.Join(f.Sync(), f.Close())
-	if err != nil {
-		return fmt.Errorf("adopt object %s: %w", key, err)
-	}
-	err = d.rename(path, key)
+	err := d.rename(path, key)
 	if errors.Is(err, syscall.EXDEV) {
 		return d.adoptCopy(ctx, key, path)
 	}
@@ -183,7 +180,7 @@ func (d *Dir) rename(from, key string) error {
 	if err := os.Rename(from, to); err != nil {
 		return err
 	}
-	return syncDir(parent)
+	return durable.Sync(parent)
 }
 
 // makeDurable makes dir, which is in root, and sees to it that its name and
@@ -199,7 +196,7 @@ func (d *Dir) makeDurable(dir string) error {
 	if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
 		return err
 	}
-	if err := syncDir(parent); err != nil {
+	if err := durable.Sync(parent); err != nil {
 		return err
 	}
 	d.durable.Store(dir, struct{}{})
@@ -223,7 +220,7 @@ func (d *Dir) Open(ctx context.Context, key string, offset, length int64) (io.Re
 		err = ErrNotFound
 	}
 	if err == nil {
-		length, err = checkRange(offset, length, info.Size())
+		length, err = CheckRange(offset, length, info.Size())
 	}
 	if err == nil && offset > 0 {
 		_, err = f.Seek(offset, io.SeekStart)
@@ -233,20 +230,6 @@ func (d *Dir) Open(ctx context.Context, key string, offset, length int64) (io.Re
 		return nil, fmt.Errorf("open object %s: %w", key, err)
 	}
 	return &dirReader{key: key, file: f, rest: io.LimitedReader{R: f, N: length}}, nil
-}
-
-// checkRange returns how many bytes a range has in an object of size bytes.
-func checkRange(offset, length, size int64) (int64, error) {
-	if offset < 0 || offset > size {
-		return 0, fmt.Errorf("offset %d is not in its %d bytes", offset, size)
-	}
-	if length < 0 {
-		return size - offset, nil
-	}
-	if length > size-offset {
-		return 0, fmt.Errorf("%d bytes from %d are not in its %d bytes", length, offset, size)
-	}
-	return length, nil
 }
 
 type dirReader struct {
@@ -310,7 +293,7 @@ func (d *Dir) Delete(ctx context.Context, key string) error {
 	err := syscall.Unlink(path) // os.Remove would take an empty directory as well
 	switch {
 	case err == nil:
-		err = syncDir(filepath.Dir(path))
+		err = durable.Sync(filepath.Dir(path))
 	case errors.Is(notFound(err), ErrNotFound), errors.Is(err, syscall.EISDIR):
 		err = nil
 	}
@@ -379,13 +362,4 @@ func notFound(err error) error {
 		return ErrNotFound
 	}
 	return err
-}
-
-// syncDir makes the names in a directory durable.
-func syncDir(dir string) error {
-	f, err := os.Open(dir)
-	if err != nil {
-		return err
-	}
-	return errors.Join(f.Sync(), f.Close())
 }

@@ -1,8 +1,8 @@
 // Package objects is where the server keeps bytes: immutable objects under
 // keys, in a directory or an object store.
 //
-// Implementations: Dir, a local directory, and Memory, for tests, which also
-// fails on demand. Package objectstest is the suite that each of them passes.
+// Implementation: Dir, a local directory. Package objectstest has the suite that
+// each implementation passes, and a store in memory for tests.
 package objects
 
 import (
@@ -38,7 +38,7 @@ type Store interface {
 
 // InFile is what a reader that Open returned may have: File returns the file of
 // the whole object, open as long as the reader is. Its position is the reader's;
-// reads at an offset and sendfile(2) disturb nobody.
+// reads at an offset do not disturb it.
 type InFile interface {
 	File() *os.File
 }

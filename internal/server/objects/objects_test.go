@@ -23,7 +23,7 @@ func TestDir(t *testing.T) {
 }
 
 func TestMemory(t *testing.T) {
-	objectstest.Run(t, func(t *testing.T) objects.Store { return objects.NewMemory() })
+	objectstest.Run(t, func(t *testing.T) objects.Store { return objectstest.NewMemory() })
 }
 
 func openDir(t *testing.T, dir string) *objects.Dir {
@@ -172,7 +172,7 @@ func redirect(t *testing.T, dir string, file *os.File) {
 
 func TestMemoryFails(t *testing.T) {
 	boom := errors.New("boom")
-	put := func(m *objects.Memory) error {
+	put := func(m *objectstest.Memory) error {
 		w, err := m.Create(t.Context(), "o") // 1
 		if err != nil {
 			return err
@@ -184,8 +184,8 @@ func TestMemoryFails(t *testing.T) {
 		return w.Commit() // 3
 	}
 	for n := 1; n <= 3; n++ {
-		m := objects.NewMemory()
-		m.Inject(objects.FailNth(n, boom))
+		m := objectstest.NewMemory()
+		m.Inject(objectstest.FailNth(n, boom))
 		if err := put(m); !errors.Is(err, boom) {
 			t.Errorf("operation %d: %v, want boom", n, err)
 		}
@@ -202,7 +202,7 @@ func TestMemoryFails(t *testing.T) {
 }
 
 func TestMemoryLimit(t *testing.T) {
-	m := objects.NewMemory()
+	m := objectstest.NewMemory()
 	objectstest.Put(t, m, "a", make([]byte, 900))
 	m.SetLimit(1000)
 	w, err := m.Create(t.Context(), "b")
@@ -225,8 +225,8 @@ func TestMemoryLimit(t *testing.T) {
 
 func TestMemorySlow(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		m := objects.NewMemory()
-		m.Inject(func(int, objects.Op, string) error { time.Sleep(time.Second); return nil })
+		m := objectstest.NewMemory()
+		m.Inject(func(int, objectstest.Op, string) error { time.Sleep(time.Second); return nil })
 		start := time.Now()
 		if _, err := m.Stat(t.Context(), "o"); !errors.Is(err, objects.ErrNotFound) {
 			t.Error(err)

@@ -19,24 +19,12 @@ func overlapped(t *toc.TOC, r trace.Run) (first, end uint32) {
 	return c.First + uint32(a), c.First + uint32(b)
 }
 
-// Lacks reports whether the worker lacks some bytes of a run of pages of a
-// want: whether it has bytes of a segment that is missing. The run must lie in
-// its content.
-func (d *Difference) Lacks(want int, r trace.Run) bool {
-	if d.missing == nil {
-		d.missing = make([]bool, d.total)
-		for _, k := range d.wants {
-			for s, w := range k.want {
-				if w {
-					d.missing[k.number[s]] = true
-				}
-			}
-		}
-	}
-	k := d.wants[want]
-	first, end := overlapped(k.Index.table, r)
+// Lacks reports whether the worker lacks some bytes of a run of pages: whether it has
+// bytes of a segment that is missing. The run must lie in its content.
+func (d *Difference) Lacks(r trace.Run) bool {
+	first, end := overlapped(d.x.table, r)
 	for s := first; s < end; s++ {
-		if !k.Index.segments[s].ID.IsHole() && d.missing[k.number[s]] {
+		if !d.x.segments[s].ID.IsHole() && d.want[d.number[s]] {
 			return true
 		}
 	}
@@ -44,41 +32,24 @@ func (d *Difference) Lacks(want int, r trace.Run) bool {
 }
 
 // Arrive leaves out of the plan what pages bring: a segment all of whose pages
-// are in runs (by want), wherever it occurs in the wants. Runs must lie in their contents; they may
+// are in runs, wherever it occurs. Runs must lie in their contents; they may
 // come in any order and overlap.
-func (d *Difference) Arrive(runs [][]trace.Run) {
-	var covered [][]bool
-	for k, list := range runs {
-		if len(list) == 0 {
-			continue
-		}
-		if covered == nil {
-			covered = make([][]bool, len(d.wants))
-		}
-		covered[k] = d.wants[k].Index.covered(list)
-	}
-	if covered == nil {
+func (d *Difference) Arrive(runs []trace.Run) {
+	if len(runs) == 0 {
 		return
 	}
-	left := make([]uint32, d.total) // by number: places that pages do not fill
-	for k, w := range d.wants {
-		if w.Header {
-			continue
-		}
-		for s := range w.number {
-			if hole := w.Index.segments[s].ID.IsHole(); !hole && (covered[k] == nil || !covered[k][s]) {
-				left[w.number[s]]++
-			}
+	covered := d.x.covered(runs)
+	left := make([]uint32, len(d.number)) // by number: places that pages do not fill
+	for s, n := range d.number {
+		if !d.x.segments[s].ID.IsHole() && !covered[s] {
+			left[n]++
 		}
 	}
-	for _, w := range d.wants {
-		for s, n := range w.number {
-			if left[n] == 0 {
-				w.want[s] = false // a hole is not wanted anyway
-			}
+	for s, n := range d.number {
+		if left[n] == 0 {
+			d.want[s] = false // a hole is not wanted anyway
 		}
 	}
-	d.missing = nil
 }
 
 // covered reports for each segment of the table whether all of its pages are in

@@ -80,21 +80,9 @@ func pagesOf(x *toc.TOC, content, s int, fn func(page uint32)) {
 func TestPagesProperty(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		p := newPacker(1) // each segment a frame, so that nothing is planned for company
-		var tocs []*toc.TOC
-		var wants []planner.Want
-		var runs [][]trace.Run
-		for i := range rapid.IntRange(1, 3).Draw(t, "wants") {
-			x := drawPaged(t, fmt.Sprint(i))
-			p.layer(fmt.Sprintf("packs/%d", i), x.Segments)
-			tocs = append(tocs, x)
-			header := rapid.IntRange(0, 3).Draw(t, "header") == 0
-			wants = append(wants, planner.Want{Index: p.index(t, x), Header: header})
-			if header {
-				runs = append(runs, nil)
-			} else {
-				runs = append(runs, drawRuns(t, x, "runs"))
-			}
-		}
+		x := drawPaged(t, "x")
+		p.layer("packs/x", x.Segments)
+		runs := drawRuns(t, x, "runs")
 		old := drawPaged(t, "old")
 		p.layer("packs/old", old.Segments)
 		present := rapid.SliceOfN(rapid.Byte(), len(old.Segments)/8+1, len(old.Segments)/8+1).Draw(t, "present")
@@ -104,56 +92,40 @@ func TestPagesProperty(t *testing.T) {
 		}
 		here[segment.ID{}] = true // holes
 
-		d, err := planner.NewDifference(wants)
-		if err != nil {
-			t.Fatal(err)
-		}
+		d := planner.NewDifference(p.index(t, x))
 		d.Have(p.index(t, old), present)
-		type page struct{ want, content, page int }
+		type page struct{ content, page int }
 		arrived := map[page]bool{}
-		for k, x := range tocs {
-			for _, r := range runs[k] {
-				c := x.Contents[r.Content]
-				lacks := false
-				for s := c.First; s < c.First+c.Segments; s++ {
-					pagesOf(x, int(r.Content), int(s), func(n uint32) {
-						lacks = lacks || n >= r.First && n < r.End() && !here[x.Segments[s].ID]
-					})
-				}
-				if got := d.Lacks(k, r); got != lacks {
-					t.Fatalf("want %d lacks %+v: %v, want %v", k, r, got, lacks)
-				}
-				for n := r.First; n < r.End(); n++ {
-					arrived[page{k, int(r.Content), int(n)}] = true
-				}
+		for _, r := range runs {
+			c := x.Contents[r.Content]
+			lacks := false
+			for s := c.First; s < c.First+c.Segments; s++ {
+				pagesOf(x, int(r.Content), int(s), func(n uint32) {
+					lacks = lacks || n >= r.First && n < r.End() && !here[x.Segments[s].ID]
+				})
+			}
+			if got := d.Lacks(r); got != lacks {
+				t.Fatalf("lacks %+v: %v, want %v", r, got, lacks)
+			}
+			for n := r.First; n < r.End(); n++ {
+				arrived[page{int(r.Content), int(n)}] = true
 			}
 		}
 		d.Arrive(runs)
 		plan := d.Plan()
-		if err := plan.Wire.Check(tocs); err != nil {
+		if err := plan.Wire.Check(x); err != nil {
 			t.Fatal(err)
-		}
-		var all []segment.ID
-		for _, x := range tocs {
-			for _, s := range x.Segments {
-				all = append(all, s.ID)
-			}
 		}
 		planned := map[segment.ID]bool{}
 		for _, n := range plan.Wire.Segments {
-			planned[all[n]] = true
+			planned[x.Segments[n].ID] = true
 		}
 		needed := map[segment.ID]bool{}
-		for k, x := range tocs {
-			if wants[k].Header {
-				continue
-			}
-			for c := range x.Contents {
-				for s := x.Contents[c].First; s < x.Contents[c].First+x.Contents[c].Segments; s++ {
-					id, whole := x.Segments[s].ID, true
-					pagesOf(x, c, int(s), func(n uint32) { whole = whole && arrived[page{k, c, int(n)}] })
-					needed[id] = needed[id] || !whole && !here[id]
-				}
+		for c := range x.Contents {
+			for s := x.Contents[c].First; s < x.Contents[c].First+x.Contents[c].Segments; s++ {
+				id, whole := x.Segments[s].ID, true
+				pagesOf(x, c, int(s), func(n uint32) { whole = whole && arrived[page{c, int(n)}] })
+				needed[id] = needed[id] || !whole && !here[id]
 			}
 		}
 		for id, need := range needed {

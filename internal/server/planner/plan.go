@@ -3,10 +3,8 @@ package planner
 import (
 	"bytes"
 	"cmp"
-	"fmt"
 	"math"
 	"slices"
-	"sort"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/format/segment"
@@ -15,14 +13,6 @@ import (
 // Order says how soon each segment of a TOC is needed: its rank by number of
 // the segment, lower ranks first.
 type Order []uint32
-
-// Want is a rootfs that is asked for.
-type Want struct {
-	Index *Index
-	Order Order // nil: in the order of the TOC
-	// Header wants nothing of it, only its segments' numbers.
-	Header bool
-}
 
 // Plan is what a bundle's frames are made from.
 type Plan struct {
@@ -59,57 +49,29 @@ type Pick struct {
 	Length uint32
 }
 
-// Difference finds what is missing. The use: NewDifference, Have for every
-// rootfs that the worker has, then, where there are startup sets, Lacks and
+// Difference finds what is missing of a rootfs. The use: NewDifference, Have for every
+// rootfs that the worker has, then, where there is a startup set, Lacks and
 // Arrive, then Plan.
 type Difference struct {
-	wants   []*wanted
-	total   uint32 // segments of all wants
-	missing []bool // by number: it is to be sent; made by Lacks
-}
-
-type wanted struct {
-	Want
-	base   uint32
-	number []uint32 // by segment that is no hole: the lowest number of an equal one in the stream
+	x      *Index
+	order  Order    // nil: that of the TOC
+	number []uint32 // by segment that is no hole: the lowest number of an equal one
 	want   []bool   // by segment: to be sent; only the lowest of equal ones
 }
 
 // NewDifference starts with everything missing, but nothing twice.
-func NewDifference(wants []Want) (*Difference, error) {
-	d := &Difference{}
-	for i, w := range wants {
-		n := len(w.Index.segments)
-		if w.Order != nil && len(w.Order) != n {
-			return nil, fmt.Errorf("plan: the order has %d segments, TOC %s %d", len(w.Order), w.Index.toc, n)
+func NewDifference(x *Index) *Difference {
+	n := len(x.segments)
+	d := &Difference{x: x, number: make([]uint32, n), want: make([]bool, n)}
+	for a := 0; a < len(x.order); {
+		b := x.group(a)
+		for _, s := range x.order[a:b] {
+			d.number[s] = x.order[a]
 		}
-		if uint64(d.total)+uint64(n) > math.MaxUint32 {
-			return nil, fmt.Errorf("plan: more than %d segments in %d images", uint32(math.MaxUint32), len(wants))
-		}
-		k := &wanted{Want: w, base: d.total, number: make([]uint32, n), want: make([]bool, n)}
-		d.total += uint32(n)
-		x := w.Index
-		for a := 0; a < len(x.order); {
-			b := x.group(a)
-			for _, s := range x.order[a:b] {
-				k.number[s] = k.base + x.order[a]
-			}
-			k.want[x.order[a]] = !w.Header
-			a = b
-		}
-		for _, before := range d.wants[:i] {
-			intersect(x, before.Index, func(mine, theirs []uint32) {
-				for _, s := range mine {
-					k.number[s] = before.number[theirs[0]]
-					if !before.Header {
-						k.want[s] = false // it is sent for that image, or held
-					}
-				}
-			})
-		}
-		d.wants = append(d.wants, k)
+		d.want[x.order[a]] = true
+		a = b
 	}
-	return d, nil
+	return d
 }
 
 // Have takes away what a rootfs of the worker holds: all of it, or the segments
@@ -118,18 +80,13 @@ func (d *Difference) Have(x *Index, present []byte) {
 	here := func(s uint32) bool {
 		return present == nil || int(s/8) < len(present) && present[s/8]>>(s%8)&1 != 0
 	}
-	for _, k := range d.wants {
-		if k.Header {
-			continue
-		}
-		intersect(k.Index, x, func(mine, theirs []uint32) {
-			if slices.ContainsFunc(theirs, here) {
-				for _, s := range mine {
-					k.want[s] = false
-				}
+	intersect(d.x, x, func(mine, theirs []uint32) {
+		if slices.ContainsFunc(theirs, here) {
+			for _, s := range mine {
+				d.want[s] = false
 			}
-		})
-	}
+		}
+	})
 }
 
 // group returns the end of the run of equal IDs that starts at place a of order.
@@ -169,16 +126,9 @@ func intersect(x, y *Index, fn func(inX, inY []uint32)) {
 
 // candidate is a stored frame that holds something wanted.
 type candidate struct {
-	index   *Index
-	frame   uint32
-	rank    uint32
-	missing uint32 // bytes wanted
-	slots   uint32 // its first in Difference's tables by slot
-}
-
-type place struct {
-	pack   string
-	offset int64
+	frame uint32
+	rank  uint32
+	slots uint32 // its first in Plan's tables by slot
 }
 
 const (
@@ -189,37 +139,35 @@ const (
 	mergeWindow = 1 << 20
 )
 
-// SetOrder sets the order of a want; what it has too few ranks for keeps that of the TOC.
-func (d *Difference) SetOrder(want int, o Order) { d.wants[want].Order = o }
+// SetOrder sets the order; what it has too few ranks for keeps that of the TOC.
+func (d *Difference) SetOrder(o Order) { d.order = o }
 
 // Plan puts the frames that hold what is missing into order. A frame goes as it
 // is stored when at least half of its bytes are wanted and all of it belongs to
-// images of this request: a worker must not get what it did not ask for (it may
+// the image: a worker must not get what it did not ask for (it may
 // not be allowed to have it). Of other frames the wanted segments are picked
 // and put together into new ones.
 func (d *Difference) Plan() *Plan {
 	list, local := d.candidates()
 
-	// What each slot of those frames holds, as far as this request knows.
+	// What each slot of those frames holds, as far as this image knows.
 	slots := uint32(0)
 	for i := range list {
 		list[i].slots = slots
-		slots += list[i].index.frames[list[i].frame].count
+		slots += d.x.frames[list[i].frame].count
 	}
 	number := make([]uint32, slots)
 	for i := range number {
 		number[i] = unknown
 	}
 	want := make([]bool, slots)
-	for k, w := range d.wants {
-		for s, f := range w.Index.frameOf {
-			if f == noFrame || local[k][f] == unknown {
-				continue
-			}
-			at := list[local[k][f]].slots + w.Index.slotOf[s]
-			number[at] = w.number[s]
-			want[at] = want[at] || w.want[s]
+	for s, f := range d.x.frameOf {
+		if f == noFrame || local[f] == unknown {
+			continue
 		}
+		at := list[local[f]].slots + d.x.slotOf[s]
+		number[at] = d.number[s]
+		want[at] = want[at] || d.want[s]
 	}
 
 	sorted := make([]uint32, len(list))
@@ -230,78 +178,44 @@ func (d *Difference) Plan() *Plan {
 		return cmp.Or(cmp.Compare(list[a].rank, list[b].rank), cmp.Compare(a, b))
 	})
 
-	b := planBuilder{d: d, sent: make([]bool, d.total), list: make([]planned, 0, len(list)), parts: make([]Part, 0, len(list)), open: -1}
+	b := planBuilder{x: d.x, sent: make([]bool, len(d.number)), list: make([]planned, 0, len(list)), parts: make([]Part, 0, len(list)), open: -1}
 	for _, i := range sorted {
 		c := &list[i]
-		f := &c.index.frames[c.frame]
-		b.add(c.index, f, number[c.slots:c.slots+f.count], want[c.slots:c.slots+f.count])
+		f := &d.x.frames[c.frame]
+		b.add(f, number[c.slots:c.slots+f.count], want[c.slots:c.slots+f.count])
 	}
 	return b.finish()
 }
 
-// candidates lists the frames that hold something wanted, each once, and gives
-// for each want the place in the list of each frame of its index, or unknown.
-func (d *Difference) candidates() ([]candidate, [][]uint32) {
-	var list []candidate
-	local := make([][]uint32, len(d.wants))
-	known := map[place]uint32{}
-	for k, w := range d.wants {
-		x := w.Index
-		local[k] = make([]uint32, len(x.frames))
-		for f := range local[k] {
-			local[k][f] = unknown
-		}
-		if w.Header {
+// candidates lists the frames that hold something wanted, and gives the place in the
+// list of each frame of the index, or unknown.
+func (d *Difference) candidates() (list []candidate, local []uint32) {
+	local = make([]uint32, len(d.x.frames))
+	for f := range local {
+		local[f] = unknown
+	}
+	for s, want := range d.want {
+		if !want {
 			continue
 		}
-		for s, want := range w.want {
-			if !want {
-				continue
-			}
-			f := x.frameOf[s]
-			if local[k][f] == unknown {
-				at := uint32(len(list))
-				if len(d.wants) > 1 {
-					p := place{x.packs[x.frames[f].pack], x.frames[f].offset}
-					if before, ok := known[p]; ok {
-						at = before
-					} else {
-						known[p] = at
-					}
-				}
-				if at == uint32(len(list)) {
-					list = append(list, candidate{index: x, frame: f, rank: math.MaxUint32})
-				}
-				local[k][f] = at
-			}
-			rank := uint32(s)
-			if s < len(w.Order) {
-				rank = w.Order[s]
-			}
-			c := &list[local[k][f]]
-			c.rank = min(c.rank, rank)
-			c.missing += x.segments[s].Length
+		f := d.x.frameOf[s]
+		if local[f] == unknown {
+			local[f] = uint32(len(list))
+			list = append(list, candidate{frame: f, rank: math.MaxUint32})
 		}
-	}
-	if len(d.wants) == 1 {
-		return list, local
-	}
-	// Other wants may know more of what is in those frames.
-	for k, w := range d.wants {
-		for f := range local[k] {
-			if local[k][f] == unknown {
-				if at, ok := known[place{w.Index.packs[w.Index.frames[f].pack], w.Index.frames[f].offset}]; ok {
-					local[k][f] = at
-				}
-			}
+		rank := uint32(s)
+		if s < len(d.order) {
+			rank = d.order[s]
 		}
+		c := &list[local[f]]
+		c.rank = min(c.rank, rank)
 	}
 	return list, local
 }
 
 // planBuilder puts frames together in their order.
 type planBuilder struct {
-	d     *Difference
+	x     *Index
 	sent  []bool // by number
 	list  []planned
 	parts []Part // room for the parts of whole frames
@@ -318,7 +232,8 @@ type planned struct {
 
 // add adds what is wanted of one stored frame. number and want are by segment
 // of the frame.
-func (b *planBuilder) add(x *Index, f *frame, number []uint32, want []bool) {
+func (b *planBuilder) add(f *frame, number []uint32, want []bool) {
+	x := b.x
 	lengths := x.lengths[f.first : f.first+f.count]
 	part := Part{Pack: x.packs[f.pack], Offset: f.offset, Length: f.length, RawLength: f.raw}
 
@@ -349,8 +264,7 @@ func (b *planBuilder) add(x *Index, f *frame, number []uint32, want []bool) {
 	for i, n := range number {
 		if want[i] && !b.sent[n] {
 			b.sent[n] = true
-			s := b.d.segment(n)
-			part.Picks = append(part.Picks, Pick{s, from, lengths[i]})
+			part.Picks = append(part.Picks, Pick{x.segments[n].ID, from, lengths[i]})
 			numbers = append(numbers, n)
 			raw += lengths[i]
 		}
@@ -368,12 +282,6 @@ func (b *planBuilder) add(x *Index, f *frame, number []uint32, want []bool) {
 	p.max = uint32(segment.MaxEncoded(int(p.raw)))
 	p.numbers = append(p.numbers, numbers...)
 	p.parts = append(p.parts, part)
-}
-
-// segment returns the ID of the segment with number n.
-func (d *Difference) segment(n uint32) segment.ID {
-	k := sort.Search(len(d.wants), func(k int) bool { return d.wants[k].base > n }) - 1
-	return d.wants[k].Index.segments[n-d.wants[k].base].ID
 }
 
 func (b *planBuilder) finish() *Plan {

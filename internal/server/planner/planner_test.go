@@ -174,7 +174,7 @@ func FuzzDecode(f *testing.F) {
 			}
 			return
 		}
-		check(t, []planner.Want{{Index: got}}, []*toc.TOC{x}, nil)
+		check(t, got, nil, x, nil)
 	})
 }
 
@@ -188,16 +188,14 @@ type have struct {
 func check(t interface {
 	Fatal(...any)
 	Fatalf(string, ...any)
-}, wants []planner.Want, tocs []*toc.TOC, haves []have) *planner.Plan {
-	d, err := planner.NewDifference(wants)
-	if err != nil {
-		t.Fatal(err)
-	}
+}, index *planner.Index, order planner.Order, x *toc.TOC, haves []have) *planner.Plan {
+	d := planner.NewDifference(index)
+	d.SetOrder(order)
 	for _, h := range haves {
 		d.Have(h.index, h.present)
 	}
 	p := d.Plan()
-	if err := p.Wire.Check(tocs); err != nil {
+	if err := p.Wire.Check(x); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := bundle.DecodePlan(bundle.AppendPlan(nil, &p.Wire)); err != nil {
@@ -212,14 +210,10 @@ func check(t interface {
 			}
 		}
 	}
-	all := make([]segment.ID, 0)
 	missing := map[segment.ID]bool{}
-	for k, x := range tocs {
-		for _, s := range x.Segments {
-			all = append(all, s.ID)
-			if !wants[k].Header && !here[s.ID] {
-				missing[s.ID] = true
-			}
+	for _, s := range x.Segments {
+		if !here[s.ID] {
+			missing[s.ID] = true
 		}
 	}
 	sent := map[segment.ID]bool{}
@@ -229,7 +223,7 @@ func check(t interface {
 		for _, part := range p.Sources[i].Parts {
 			from := uint32(0)
 			for _, pick := range part.Picks {
-				if all[numbers[at]] != pick.ID || pick.From < from || pick.From+pick.Length > part.RawLength {
+				if x.Segments[numbers[at]].ID != pick.ID || pick.From < from || pick.From+pick.Length > part.RawLength {
 					t.Fatalf("frame %d: pick %+v for segment %d of %d bytes", i, pick, numbers[at], part.RawLength)
 				}
 				from = pick.From + pick.Length
@@ -240,15 +234,9 @@ func check(t interface {
 			t.Fatalf("frame %d: %d picks for %d segments", i, at, len(numbers))
 		}
 		for _, n := range numbers {
-			sent[all[n]] = true
-			if missing[all[n]] {
-				for k, base := 0, 0; k < len(tocs); k++ {
-					if int(n) < base+len(tocs[k].Segments) {
-						useful += tocs[k].Segments[int(n)-base].Length
-						break
-					}
-					base += len(tocs[k].Segments)
-				}
+			sent[x.Segments[n].ID] = true
+			if missing[x.Segments[n].ID] {
+				useful += x.Segments[n].Length
 			}
 		}
 		if 2*useful < f.RawLength || at > 0 && useful != f.RawLength {
@@ -273,29 +261,22 @@ func TestPlanProperty(t *testing.T) {
 			p.layer(fmt.Sprintf("packs/%d", i), x.Segments)
 			tocs = append(tocs, x)
 		}
-		n := rapid.IntRange(1, len(tocs)).Draw(t, "wants")
-		var wants []planner.Want
 		var haves []have
-		for i, x := range tocs {
-			ix := p.index(t, x)
-			if i < n {
-				w := planner.Want{Index: ix, Header: rapid.Bool().Draw(t, "header")}
-				if rapid.Bool().Draw(t, "ordered") {
-					w.Order = make(planner.Order, len(x.Segments))
-					for s := range w.Order {
-						w.Order[s] = rapid.Uint32Range(0, 5).Draw(t, "rank")
-					}
-				}
-				wants = append(wants, w)
-			} else {
-				h := have{x: x, index: ix}
-				if rapid.Bool().Draw(t, "partial") {
-					h.present = rapid.SliceOfN(rapid.Byte(), len(x.Segments)/8+1, len(x.Segments)/8+1).Draw(t, "present")
-				}
-				haves = append(haves, h)
+		for _, x := range tocs[1:] {
+			h := have{x: x, index: p.index(t, x)}
+			if rapid.Bool().Draw(t, "partial") {
+				h.present = rapid.SliceOfN(rapid.Byte(), len(x.Segments)/8+1, len(x.Segments)/8+1).Draw(t, "present")
+			}
+			haves = append(haves, h)
+		}
+		var order planner.Order
+		if rapid.Bool().Draw(t, "ordered") {
+			order = make(planner.Order, len(tocs[0].Segments))
+			for s := range order {
+				order[s] = rapid.Uint32Range(0, 5).Draw(t, "rank")
 			}
 		}
-		check(t, wants, tocs[:n], haves)
+		check(t, p.index(t, tocs[0]), order, tocs[0], haves)
 	})
 }
 
@@ -303,12 +284,9 @@ func TestPlanOrder(t *testing.T) {
 	x := rootfs(t, "x", "a1", "b22", "c333", "d4444")
 	p := newPacker(1)
 	p.layer("packs/1", x.Segments)
-	plan := check(t, []planner.Want{{Index: p.index(t, x), Order: planner.Order{3, 1, 0, 2}}}, []*toc.TOC{x}, nil)
+	plan := check(t, p.index(t, x), planner.Order{3, 1, 0, 2}, x, nil)
 	if want := []uint32{2, 1, 3, 0}; !slices.Equal(plan.Wire.Segments, want) {
 		t.Errorf("segments %v, want %v", plan.Wire.Segments, want)
-	}
-	if _, err := planner.NewDifference([]planner.Want{{Index: p.index(t, x), Order: planner.Order{1}}}); err == nil {
-		t.Error("an order of another TOC was taken")
 	}
 }
 
@@ -319,7 +297,7 @@ func TestPlanKeepsOthersBytes(t *testing.T) {
 	x := rootfs(t, "x", "shared by both of them")
 	p := newPacker(1000)
 	p.layer("packs/secret", secret.Segments)
-	plan := check(t, []planner.Want{{Index: p.index(t, x)}}, []*toc.TOC{x}, nil)
+	plan := check(t, p.index(t, x), nil, x, nil)
 	if len(plan.Sources) != 1 || plan.Sources[0].Whole() {
 		t.Errorf("sources %+v", plan.Sources)
 	}
@@ -340,7 +318,7 @@ func TestPlanMergesPicks(t *testing.T) {
 	p := newPacker(1000)
 	p.layer("packs/b", b.Segments)
 	p.layer("packs/a", a.Segments)
-	plan := check(t, []planner.Want{{Index: p.index(t, b)}}, []*toc.TOC{b}, []have{{x: a, index: p.index(t, a)}})
+	plan := check(t, p.index(t, b), nil, b, []have{{x: a, index: p.index(t, a)}})
 	if len(plan.Sources) != 1 || len(plan.Sources[0].Parts) < 3 || len(plan.Wire.Segments) != 10 {
 		t.Errorf("%d frames from %d parts, %d segments", len(plan.Sources), len(plan.Sources[0].Parts), len(plan.Wire.Segments))
 	}
@@ -369,10 +347,8 @@ func BenchmarkPlan(b *testing.B) {
 		var plan *planner.Plan
 		b.ReportAllocs()
 		for b.Loop() {
-			d, err := planner.NewDifference([]planner.Want{{Index: want, Order: order}})
-			if err != nil {
-				b.Fatal(err)
-			}
+			d := planner.NewDifference(want)
+			d.SetOrder(order)
 			if have != nil {
 				d.Have(have, nil)
 			}

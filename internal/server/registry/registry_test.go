@@ -26,6 +26,7 @@ import (
 	"hydrofoil.dev/foil/internal/server/catalog"
 	"hydrofoil.dev/foil/internal/server/catalog/sqlite"
 	"hydrofoil.dev/foil/internal/server/objects"
+	"hydrofoil.dev/foil/internal/server/objects/objectstest"
 	"hydrofoil.dev/foil/internal/server/registry"
 )
 
@@ -343,7 +344,7 @@ func TestErrors(t *testing.T) {
 func TestOptions(t *testing.T) {
 	for _, opts := range []registry.Options{
 		{},
-		{Store: objects.NewMemory(), Uploads: t.TempDir()},
+		{Store: objectstest.NewMemory(), Uploads: t.TempDir()},
 	} {
 		if r, err := registry.New(opts); err == nil {
 			r.Close()
@@ -485,12 +486,12 @@ func TestLostObject(t *testing.T) {
 // A blob that cannot be read to its end breaks the connection: a client that
 // got some of it must not take it for all.
 func TestBrokenObject(t *testing.T) {
-	m := objects.NewMemory()
+	m := objectstest.NewMemory()
 	f := newFixture(t, registry.Options{Store: m})
 	d := f.push("r", random(1<<20))
 	reads := 0
-	m.Inject(func(_ int, op objects.Op, _ string) error {
-		if op == objects.OpRead {
+	m.Inject(func(_ int, op objectstest.Op, _ string) error {
+		if op == objectstest.OpRead {
 			if reads++; reads > 3 {
 				return fmt.Errorf("the disk failed")
 			}

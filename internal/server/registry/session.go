@@ -19,6 +19,7 @@ import (
 
 	"github.com/opencontainers/go-digest"
 
+	"hydrofoil.dev/foil/internal/kernel"
 	"hydrofoil.dev/foil/internal/server/leftover"
 )
 
@@ -68,11 +69,11 @@ func openUploads(dir string) (*uploads, error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, fmt.Errorf("directory of uploads: %w", err)
 	}
-	boot, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	boot, err := kernel.ReadBootID()
 	if err != nil {
-		return nil, fmt.Errorf("directory of uploads: tell this boot from others: %w", err)
+		return nil, fmt.Errorf("directory of uploads: %w", err)
 	}
-	return &uploads{dir: dir, boot: strings.TrimSpace(string(boot)), busy: make(map[string]*holder)}, nil
+	return &uploads{dir: dir, boot: boot.String(), busy: make(map[string]*holder)}, nil
 }
 
 func (u *uploads) dataPath(id string) string  { return filepath.Join(u.dir, id+".data") }

@@ -20,7 +20,7 @@ import (
 	"github.com/opencontainers/go-digest"
 	"pgregory.net/rapid"
 
-	"hydrofoil.dev/foil/internal/server/objects"
+	"hydrofoil.dev/foil/internal/server/objects/objectstest"
 	"hydrofoil.dev/foil/internal/server/registry"
 )
 
@@ -387,7 +387,7 @@ func TestLastRequestWins(t *testing.T) {
 }
 
 func TestDiskFull(t *testing.T) {
-	m := objects.NewMemory()
+	m := objectstest.NewMemory()
 	f := newFixture(t, registry.Options{Store: m})
 	m.SetLimit(1000)
 	b := random(2000)
@@ -441,15 +441,15 @@ func TestDiskFullOnDisk(t *testing.T) {
 // A push is acknowledged or it is not, whatever fails at whatever point; when
 // it was not, it can be tried again.
 func TestStoreFails(t *testing.T) {
-	m := objects.NewMemory()
+	m := objectstest.NewMemory()
 	f := newFixture(t, registry.Options{Store: m})
 	boom := errors.New("boom")
 	for n := 1; ; n++ {
 		b := random(1000 + n)
 		d := digest.FromBytes(b)
 		ops := 0
-		m.Inject(func(_ int, op objects.Op, _ string) error {
-			if op == objects.OpList {
+		m.Inject(func(_ int, op objectstest.Op, _ string) error {
+			if op == objectstest.OpList {
 				return nil // the cleaner's
 			}
 			if ops++; ops == n {

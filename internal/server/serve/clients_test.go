@@ -196,7 +196,7 @@ address = %q
 		t.Helper()
 		return command(t, "ctr", append([]string{"--address", socket}, args...)...)
 	}
-	for deadline := time.Now().Add(30 * time.Second); ; time.Sleep(50 * time.Millisecond) {
+	for deadline := time.Now().Add(2 * time.Minute); ; time.Sleep(50 * time.Millisecond) {
 		if exec.Command("ctr", "--address", socket, "version").Run() == nil {
 			break
 		}

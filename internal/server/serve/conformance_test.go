@@ -8,13 +8,11 @@ import (
 	"hydrofoil.dev/foil/internal/server/serve"
 )
 
-// The conformance program of the OCI distribution-spec, built from its
-// conformance directory, against a server on loopback.
+// The conformance program of the OCI distribution-spec against a server on loopback.
 func TestConformance(t *testing.T) {
-	program := os.Getenv("FOIL_CONFORMANCE")
+	program := os.Getenv("FOIL_TEST_CONFORMANCE")
 	if program == "" {
-		t.Skip("FOIL_CONFORMANCE does not name the conformance program of the distribution-spec: " +
-			"build it in the specification's conformance directory (go build -o PROGRAM .) and set it to PROGRAM")
+		t.Skip("FOIL_TEST_CONFORMANCE does not name the conformance program of the distribution-spec, as that of tools/conformance")
 	}
 	for _, version := range []string{"1.1", "dev"} {
 		t.Run(version, func(t *testing.T) {

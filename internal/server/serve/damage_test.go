@@ -86,9 +86,9 @@ func (m image) pull(addr string) error {
 // ask does the same for a worker that got damaged segments before, and returns those that
 // come with other bytes than theirs; one of a frame that does not decode.
 func ask(c *http.Client, addr string, damaged []segment.ID) (wrong []segment.ID, err error) {
-	req := &bundle.Request{Versions: []int{1}, Damaged: damaged, Images: []bundle.ImageRequest{{
+	req := &bundle.Request{Versions: []int{1}, Damaged: damaged, Image: bundle.ImageRequest{
 		Repository: "r", Reference: "1", Platform: &ocispec.Platform{OS: "linux", Architecture: "amd64"},
-	}}}
+	}}
 	body, err := json.Marshal(req)
 	if err != nil {
 		return nil, err
@@ -121,7 +121,7 @@ func ask(c *http.Client, addr string, damaged []segment.ID) (wrong []segment.ID,
 			}
 		case *bundle.Plan:
 			plan = v
-			if err := v.Check([]*toc.TOC{x}); err != nil {
+			if err := v.Check(x); err != nil {
 				return nil, err
 			}
 		case *bundle.Frame:

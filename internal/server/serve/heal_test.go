@@ -1,7 +1,6 @@
 package serve_test
 
 import (
-	"bytes"
 	"fmt"
 	"log/slog"
 	"net/http"
@@ -9,7 +8,6 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
-	"sync"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
@@ -18,6 +16,7 @@ import (
 
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/format/segment"
+	"hydrofoil.dev/foil/internal/logtest"
 	"hydrofoil.dev/foil/internal/server/layer/layertest"
 	"hydrofoil.dev/foil/internal/server/serve"
 )
@@ -28,21 +27,11 @@ type healing struct {
 	t     *testing.T
 	root  string
 	image image
-
-	mu  sync.Mutex
-	log bytes.Buffer // guarded by mu
-}
-
-func (h *healing) Write(b []byte) (int, error) {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	return h.log.Write(b)
+	log   logtest.Buffer
 }
 
 // logged returns the lines of the log that have a text.
 func (h *healing) logged(text string) (lines []string) {
-	h.mu.Lock()
-	defer h.mu.Unlock()
 	for l := range strings.Lines(h.log.String()) {
 		if strings.Contains(l, text) {
 			lines = append(lines, l)
@@ -59,7 +48,7 @@ func newHealing(t *testing.T) *healing {
 	}
 	first = append(first, layertest.File("large", 0o644, noise(1000, 3<<19)))
 	h := &healing{t: t, root: t.TempDir(), image: makeImage(t, first, layertest.Layer{layertest.File("second", 0o644, noise(2000, 50_000))})}
-	h.Server = start(t, serve.Options{Root: h.root, Log: slog.New(slog.NewTextHandler(h, nil))})
+	h.Server = start(t, serve.Options{Root: h.root, Log: slog.New(slog.NewTextHandler(&h.log, nil))})
 	// A server waits for connections that a client keeps.
 	t.Cleanup(http.DefaultClient.CloseIdleConnections)
 	h.image.push(t, h.Addr())

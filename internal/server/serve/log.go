@@ -5,8 +5,6 @@ import (
 	"log/slog"
 	"net/http"
 	"time"
-
-	"hydrofoil.dev/foil/internal/format/bundle"
 )
 
 // logRequests counts requests, and writes one line for each when it has ended; those that
@@ -18,11 +16,7 @@ func logRequests(log *slog.Logger, m *requestMetrics, next http.Handler) http.Ha
 			level = slog.LevelDebug
 		}
 		start := time.Now()
-		rec := &recorder{ResponseWriter: w, pace: pacerOf(req.Context())}
-		if req.URL.Path == bundle.PullPath {
-			rec.cork = rec.pace.cork()
-			defer rec.cork.release()
-		}
+		rec := &recorder{ResponseWriter: w}
 		ended, end := false, m.begin(req)
 		defer func() {
 			status := any(rec.status)
@@ -45,8 +39,6 @@ func logRequests(log *slog.Logger, m *requestMetrics, next http.Handler) http.Ha
 // recorder counts what is answered.
 type recorder struct {
 	http.ResponseWriter
-	pace   *pacer // of the connection; nil if it has none
-	cork   *cork  // of the connection's first packet; nil if nothing is held back
 	status int
 	bytes  int64
 }
@@ -62,19 +54,9 @@ func (r *recorder) Write(p []byte) (int, error) {
 	if r.status == 0 {
 		r.status = http.StatusOK
 	}
-	r.pace.check(time.Now())
 	n, err := r.ResponseWriter.Write(p)
-	r.cork.wrote(int64(n))
 	r.bytes += int64(n)
 	return n, err
-}
-
-// Sent counts what was sent beside the ResponseWriter, on a connection that was
-// taken over.
-func (r *recorder) Sent(n int64) {
-	r.bytes += n
-	r.cork.wrote(n)
-	r.pace.check(time.Now())
 }
 
 // ReadFrom keeps the way to sendfile(2) open.
@@ -90,7 +72,6 @@ func (r *recorder) ReadFrom(src io.Reader) (int64, error) {
 // Flush implements http.Flusher.
 func (r *recorder) Flush() {
 	_ = http.NewResponseController(r.ResponseWriter).Flush()
-	r.cork.flushed()
 }
 
 // Unwrap is for http.ResponseController.

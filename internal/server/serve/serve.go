@@ -29,6 +29,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"hydrofoil.dev/foil/internal/durable"
 	format "hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/kernel"
 	"hydrofoil.dev/foil/internal/metrics"
@@ -39,11 +40,9 @@ import (
 	"hydrofoil.dev/foil/internal/server/objects"
 	"hydrofoil.dev/foil/internal/server/registry"
 	"hydrofoil.dev/foil/internal/server/startup"
+	"hydrofoil.dev/foil/internal/server/tcp"
 	"hydrofoil.dev/foil/internal/server/upstream"
 )
-
-// SystemCongestion is the value of Options.Congestion that chooses none.
-const SystemCongestion = "system"
 
 // Options configure a Server.
 type Options struct {
@@ -56,8 +55,8 @@ type Options struct {
 	// plain HTTP. They are read again for new connections when they change.
 	TLSCert, TLSKey string
 	// Congestion names the TCP congestion control of what is accepted. Empty or
-	// kernel.BBR is BBR where the host has it; SystemCongestion leaves it to the host,
-	// its routes and whatever else decides; another name must be there.
+	// kernel.BBR is BBR where the host has it; tcp.SystemCongestion leaves it to the
+	// host; another name must be there.
 	Congestion string
 	// StartupMax is how large a startup set may be; the zero value is a quarter of
 	// the image.
@@ -77,8 +76,6 @@ type Server struct {
 	opts     Options
 	log      *slog.Logger
 	listener net.Listener
-	plain    *listener // what listener is, or has below TLS
-	drain    func(context.Context)
 	http     *http.Server
 	handler  http.Handler
 	metrics  metrics.Collectors // set by open
@@ -138,8 +135,41 @@ func Start(ctx context.Context, opts Options) (_ *Server, err error) {
 	return s, nil
 }
 
+// parts are what the server is assembled of.
+type parts struct {
+	local    *sqlite.Catalog // below the root
+	catalog  catalog.Catalog // local, or the accelerator's view of it
+	store    objects.Store
+	front    *upstream.Accelerator // nil: this is no accelerator
+	ingester *ingest.Ingester
+	bundle   *bundles.Handler
+	queue    *queue
+	registry *registry.Registry
+}
+
 // open makes the handler of all requests.
 func (s *Server) open(ctx context.Context) error {
+	var p parts
+	if err := s.openStores(ctx, &p); err != nil {
+		return err
+	}
+	if err := s.openServices(&p); err != nil {
+		return err
+	}
+	if err := syncToTop(s.opts.Root); err != nil {
+		return err
+	}
+	requests := newRequestMetrics()
+	s.metrics = append(requests.all(), p.ingester.Metrics, p.bundle.Metrics(), p.queue.metrics())
+	if p.front != nil {
+		s.metrics = append(s.metrics, p.front.Metrics())
+	}
+	s.handler = logRequests(s.log, requests, s.route(&p))
+	return nil
+}
+
+// openStores opens what is kept below the root, and what is in front of it.
+func (s *Server) openStores(ctx context.Context, p *parts) error {
 	root := s.opts.Root
 	if err := os.MkdirAll(filepath.Join(root, "catalog"), 0o700); err != nil {
 		return err
@@ -153,98 +183,87 @@ func (s *Server) open(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	local, err := sqlite.Open(ctx, filepath.Join(root, "catalog", "catalog.db"))
-	if err != nil {
+	if p.local, err = sqlite.Open(ctx, filepath.Join(root, "catalog", "catalog.db")); err != nil {
 		return err
 	}
-	s.closers = append(s.closers, local.Close)
-	if err := checkUpstream(ctx, root, s.opts.Upstream.URL, local); err != nil {
+	s.closers = append(s.closers, p.local.Close)
+	if err := checkUpstream(ctx, root, s.opts.Upstream.URL, p.local); err != nil {
 		return err
 	}
-	var store objects.Store = dir
-	var cat catalog.Catalog = local
-	var front *upstream.Accelerator
-	if s.opts.Upstream.URL != "" {
-		o := s.opts.Upstream
-		o.Dir, o.Catalog, o.Objects, o.Log = filepath.Join(root, "fetching"), local, dir, s.log
-		if front, err = upstream.New(o); err != nil {
-			return err
-		}
-		s.closers = append(s.closers, front.Close)
-		store, cat = front.Store(), front.Catalog()
+	p.store, p.catalog = dir, p.local
+	if s.opts.Upstream.URL == "" {
+		return nil
 	}
-	ingester := &ingest.Ingester{Objects: store, Catalog: cat, Metrics: ingest.NewMetrics()}
-	if front != nil {
-		ingester.Options.Parallel = upstream.Parallel
+	o := s.opts.Upstream
+	o.Dir, o.Catalog, o.Objects, o.Log = filepath.Join(root, "fetching"), p.local, dir, s.log
+	if p.front, err = upstream.New(o); err != nil {
+		return err
 	}
-	s.closers = append(s.closers, ingester.Close)
-	// Where nothing is encrypted bundles may take connections over.
-	var giveBack func(net.Conn)
-	if s.opts.TLSCert == "" {
-		giveBack = func(c net.Conn) { s.plain.giveBack(c) }
+	s.closers = append(s.closers, p.front.Close)
+	p.store, p.catalog = p.front.Store(), p.front.Catalog()
+	return nil
+}
+
+// openServices makes what works on the stores.
+func (s *Server) openServices(p *parts) (err error) {
+	p.ingester = &ingest.Ingester{Objects: p.store, Catalog: p.catalog, Metrics: ingest.NewMetrics()}
+	if p.front != nil {
+		p.ingester.Options.Parallel = upstream.Parallel
 	}
-	bundle := bundles.New(bundles.Options{
-		GiveBack:   giveBack,
-		Catalog:    cat,
-		Objects:    store,
-		Rootfs:     fetched(front, rootfsOf(ingester.Rootfs, cat, store, s.log)),
-		Repair:     fetched(front, rootfsOf(repair(ingester, store), cat, store, s.log)),
+	s.closers = append(s.closers, p.ingester.Close)
+	p.bundle = bundles.New(bundles.Options{
+		Catalog:    p.catalog,
+		Objects:    p.store,
+		Rootfs:     fetched(p.front, rootfsOf(p.ingester.Rootfs, p.catalog, p.store, s.log)),
+		Repair:     fetched(p.front, rootfsOf(repair(p.ingester, p.store), p.catalog, p.store, s.log)),
 		StartupMax: s.opts.StartupMax,
 		Log:        s.log,
 	})
-	s.closers = append(s.closers, bundle.Close)
-	s.drain = bundle.Drain
-	queue := newQueue(bundle, front, cat, s.log)
-	s.closers = append(s.closers, queue.Close)
-	reg, err := registry.New(registry.Options{
-		Store:      store,
-		Catalog:    cat,
-		Uploads:    filepath.Join(root, "uploads"),
-		OnManifest: queue.add,
+	s.closers = append(s.closers, p.bundle.Close)
+	p.queue = newQueue(p.bundle, p.front, p.catalog, s.log)
+	s.closers = append(s.closers, p.queue.Close)
+	p.registry, err = registry.New(registry.Options{
+		Store:      p.store,
+		Catalog:    p.catalog,
+		Uploads:    filepath.Join(s.opts.Root, "uploads"),
+		OnManifest: p.queue.add,
 		Log:        s.log,
 	})
 	if err != nil {
 		return err
 	}
-	s.closers = append(s.closers, reg.Close)
-	if err := syncToTop(root); err != nil {
-		return err
-	}
+	s.closers = append(s.closers, p.registry.Close)
+	return nil
+}
 
+// route says who answers which path.
+func (s *Server) route(p *parts) http.Handler {
 	mux := http.NewServeMux()
-	var v2 http.Handler = reg
-	if front != nil {
-		v2 = front.ReadOnly(reg)
-		mux.Handle("POST "+upstream.WebhookPath, front.Webhook(queue.told))
+	var v2 http.Handler = p.registry
+	if p.front != nil {
+		v2 = p.front.ReadOnly(p.registry)
+		mux.Handle("POST "+upstream.WebhookPath, p.front.Webhook(p.queue.told))
 	}
 	mux.Handle("/v2", v2)
 	mux.Handle("/v2/", v2)
-	mux.Handle(format.PullPath, bundle)
-	mux.Handle(format.PromotePath, bundle)
-	mux.Handle(format.WarmPath, bundle)
-	mux.Handle(format.TracePath, bundle)
-	mux.Handle(format.StartupPath, bundle)
+	for _, path := range []string{format.PullPath, format.PromotePath, format.WarmPath, format.TracePath, format.StartupPath} {
+		mux.Handle(path, p.bundle)
+	}
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, req *http.Request) {
-		if _, err := local.ListRepositories(req.Context(), "", 0); err != nil {
+		if _, err := p.local.ListRepositories(req.Context(), "", 0); err != nil {
 			s.log.Error("not healthy", "error", err)
 			http.Error(w, "the catalog cannot be read", http.StatusServiceUnavailable)
 			return
 		}
 		fmt.Fprintln(w, "ok")
 	})
-	requests := newRequestMetrics()
-	s.metrics = append(requests.all(), ingester.Metrics, bundle.Metrics(), queue.metrics())
-	if front != nil {
-		s.metrics = append(s.metrics, front.Metrics())
-	}
-	s.handler = logRequests(s.log, requests, mux)
-	return nil
+	return mux
 }
 
 func (s *Server) listen(ctx context.Context) error {
 	s.http = &http.Server{
-		Handler:     s.handler,
-		ConnContext: withPacer,
+		Handler:     tcp.Handler(s.handler, func(r *http.Request) bool { return r.URL.Path == format.PullPath }),
+		ConnContext: tcp.ConnContext,
 		ErrorLog:    slog.NewLogLogger(s.log.Handler(), slog.LevelDebug),
 		// A body may take as long as it takes, in either direction: there is no
 		// timeout for whole requests. Headers are short.
@@ -274,19 +293,19 @@ func (s *Server) listen(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	s.plain = newListener(l.(*net.TCPListener), s.opts.Congestion)
-	switch others := s.plain.others; {
+	plain := tcp.NewListener(l.(*net.TCPListener), s.opts.Congestion)
+	switch others := plain.CongestionErr; {
 	case others != nil && s.opts.Congestion != kernel.BBR:
 		err := fmt.Errorf("%w: this host has those of /proc/sys/net/ipv4/tcp_available_congestion_control; modprobe tcp_%s may add it, and %s leaves the choice to the host",
-			others, s.opts.Congestion, SystemCongestion)
-		return errors.Join(err, s.plain.Close())
+			others, s.opts.Congestion, tcp.SystemCongestion)
+		return errors.Join(err, plain.Close())
 	case others != nil && kernel.IdleRestart():
-		s.log.Warn("idle connections lose their rate", "error", s.plain.others, "fix", kernel.BBRFix)
+		s.log.Warn("idle connections lose their rate", "error", others, "fix", kernel.BBRFix)
 	}
-	if s.plain.little != nil {
-		s.log.Warn("pulls over long paths are slow", "error", s.plain.little, "fix", kernel.FlightFix)
+	if plain.FlightErr != nil {
+		s.log.Warn("pulls over long paths are slow", "error", plain.FlightErr, "fix", kernel.FlightFix)
 	}
-	s.listener = s.plain
+	s.listener = plain
 	if s.opts.TLSCert != "" {
 		pair := &keyPair{cert: s.opts.TLSCert, key: s.opts.TLSKey}
 		if _, err := pair.get(nil); err != nil {
@@ -325,7 +344,6 @@ func (s *Server) Close() error {
 			err = s.http.Close()
 		}
 		<-s.done
-		s.drain(ctx)
 		s.closeErr = errors.Join(err, s.closeAll())
 	})
 	return s.closeErr
@@ -365,11 +383,7 @@ func syncToTop(dir string) error {
 		return err
 	}
 	for {
-		f, err := os.Open(dir)
-		if err != nil {
-			return err
-		}
-		if err := errors.Join(f.Sync(), f.Close()); err != nil {
+		if err := durable.Sync(dir); err != nil {
 			return err
 		}
 		parent := filepath.Dir(dir)

@@ -301,3 +301,11 @@ func TestGraceEnds(t *testing.T) {
 	pw.Close()
 	<-done
 }
+
+// One that the host does not have is said, unless it is the default.
+func TestCongestionThatIsNotThere(t *testing.T) {
+	_, err := serve.Start(t.Context(), serve.Options{Root: t.TempDir(), Listen: "127.0.0.1:0", Congestion: "no-such"})
+	if err == nil || !strings.Contains(err.Error(), "choose congestion control no-such") || !strings.Contains(err.Error(), "modprobe") {
+		t.Errorf("%v, want an error that says what there is", err)
+	}
+}

@@ -9,15 +9,12 @@ import (
 	"io/fs"
 	"log/slog"
 	"math/rand/v2"
-	"net"
 	"net/http"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strconv"
 	"strings"
 	"sync"
-	"syscall"
 	"testing"
 	"time"
 
@@ -25,110 +22,12 @@ import (
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
-	"hydrofoil.dev/foil/internal/format/segment"
+	"hydrofoil.dev/foil/internal/logtest"
 	"hydrofoil.dev/foil/internal/server/layer/layertest"
 	"hydrofoil.dev/foil/internal/server/serve"
 	"hydrofoil.dev/foil/internal/server/upstream"
 	"hydrofoil.dev/foil/internal/server/upstream/upstreamtest"
 )
-
-// pulledBundle is what one bundle brought.
-type pulledBundle struct {
-	manifest digest.Digest
-	segments int // in all TOCs, holes aside
-	missing  int // of them
-	header   time.Time
-	frame    time.Time // the first one
-}
-
-// pullBundle asks a server for an image that the client has nothing of, and
-// verifies all that comes.
-func pullBundle(addr, repository, reference string) (*pulledBundle, error) {
-	request := &bundle.Request{Versions: []int{bundle.Version}, Images: []bundle.ImageRequest{{
-		Repository: repository, Reference: reference, Platform: &ocispec.Platform{OS: "linux", Architecture: "amd64"},
-	}}}
-	b, err := json.Marshal(request)
-	if err != nil {
-		return nil, err
-	}
-	resp, err := http.Post("http://"+addr+bundle.PullPath, "application/json", bytes.NewReader(b))
-	if err != nil {
-		return nil, err
-	}
-	defer resp.Body.Close()
-	if resp.StatusCode != http.StatusOK {
-		e := new(bundle.Error)
-		if err := json.NewDecoder(resp.Body).Decode(e); err != nil {
-			return nil, fmt.Errorf("%s: %w", resp.Status, err)
-		}
-		return nil, e
-	}
-	p := new(pulledBundle)
-	var ids []segment.ID
-	var lengths []uint32
-	here := map[segment.ID]bool{}
-	var plan *bundle.Plan
-	r := bundle.NewReader(resp.Body, bundle.ReaderOptions{Request: request})
-	for {
-		section, err := r.Next()
-		if err == io.EOF {
-			break
-		}
-		if err != nil {
-			return nil, err
-		}
-		switch v := section.(type) {
-		case *bundle.Image:
-			p.header = time.Now()
-			p.manifest = v.Manifest.Digest
-			t, err := v.DecodeTOC(nil)
-			if err != nil {
-				return nil, err
-			}
-			for _, s := range t.Segments {
-				ids, lengths = append(ids, s.ID), append(lengths, s.Length)
-			}
-		case *bundle.Plan:
-			plan = v
-		case *bundle.Frame:
-			if p.frame.IsZero() {
-				p.frame = time.Now()
-			}
-			f := plan.Frames[v.Index]
-			raw, err := segment.DecodeFrame(nil, v.Data, int(f.RawLength))
-			if err != nil {
-				return nil, err
-			}
-			for _, n := range plan.Segments[f.First : f.First+f.Segments] {
-				if segment.Sum(raw[:lengths[n]]) != ids[n] {
-					return nil, fmt.Errorf("segment %d has other bytes", n)
-				}
-				here[ids[n]] = true
-				raw = raw[lengths[n]:]
-			}
-		}
-	}
-	for _, id := range ids {
-		if !id.IsHole() {
-			p.segments++
-			if !here[id] {
-				p.missing++
-			}
-		}
-	}
-	return p, nil
-}
-
-func wantBundle(t *testing.T, addr, repository, reference string, want digest.Digest) {
-	t.Helper()
-	p, err := pullBundle(addr, repository, reference)
-	if err != nil {
-		t.Fatalf("bundle of %s:%s: %v", repository, reference, err)
-	}
-	if p.manifest != want || p.segments == 0 || p.missing > 0 {
-		t.Errorf("bundle of %s:%s is %s with %d of %d segments missing, want %s", repository, reference, p.manifest, p.missing, p.segments, want)
-	}
-}
 
 func noisy(seed uint64, n int) string {
 	r := rand.New(rand.NewPCG(seed, 0))
@@ -223,9 +122,9 @@ func TestBusyUpstream(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer plain.Body.Close()
-	b, err := json.Marshal(&bundle.Request{Versions: []int{bundle.Version}, Images: []bundle.ImageRequest{{
+	b, err := json.Marshal(&bundle.Request{Versions: []int{bundle.Version}, Image: bundle.ImageRequest{
 		Repository: "app", Reference: "1", Platform: &ocispec.Platform{OS: "linux", Architecture: "amd64"},
-	}}})
+	}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -469,7 +368,7 @@ func TestAcceleratorKilled(t *testing.T) {
 func TestWebhook(t *testing.T) {
 	up := upstreamtest.Start(t)
 	image := up.Image("app", "1", layers(t, 1, 100_000)...)
-	log := new(logBuffer)
+	log := new(logtest.Buffer)
 	s := start(t, serve.Options{
 		Upstream: upstream.Options{URL: up.URL, Pause: time.Millisecond},
 		Log:      slog.New(slog.NewTextHandler(io.MultiWriter(log, t.Output()), nil)),
@@ -518,139 +417,4 @@ func TestRootOfAnAccelerator(t *testing.T) {
 		t.Fatal(err)
 	}
 	fails(serve.Options{Root: pushedTo, Upstream: one}, "a registry that was pushed to")
-}
-
-// logBuffer is a log that is read while it is written.
-type logBuffer struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-}
-
-func (l *logBuffer) Write(p []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.Write(p)
-}
-
-func (l *logBuffer) String() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.String()
-}
-
-// startRegistry runs a registry that others made, over an empty directory, which
-// notifies a server of pushes. It returns its address and what ends it.
-func startRegistry(t *testing.T, program, addr, dir, hook string) (stop func()) {
-	t.Helper()
-	config := filepath.Join(dir, "config.yml")
-	content := fmt.Sprintf(`version: 0.1
-log: {level: warn}
-storage: {filesystem: {rootdirectory: %s}}
-http: {addr: %s}
-notifications:
-  endpoints:
-    - {name: accelerator, url: %s, timeout: 5s, threshold: 5, backoff: 100ms}
-`, filepath.Join(dir, "data"), addr, hook)
-	if err := os.WriteFile(config, []byte(content), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	cmd := exec.Command(program, "serve", config)
-	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
-	cmd.Env = append(os.Environ(), "OTEL_TRACES_EXPORTER=none")
-	var log bytes.Buffer
-	cmd.Stdout, cmd.Stderr = &log, &log
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
-	ended := make(chan struct{})
-	go func() {
-		defer close(ended)
-		_ = cmd.Wait() // it is killed
-	}()
-	stop = sync.OnceFunc(func() {
-		_ = cmd.Process.Kill()
-		<-ended
-		if t.Failed() {
-			t.Logf("log of %s:\n%s", program, clip(log.Bytes()))
-		}
-	})
-	t.Cleanup(stop)
-	for {
-		select {
-		case <-ended:
-			t.Fatalf("%s ended: %s", program, log.Bytes())
-		default:
-		}
-		if resp, err := http.Get("http://" + addr + "/v2/"); err == nil {
-			resp.Body.Close()
-			return stop
-		}
-		time.Sleep(10 * time.Millisecond)
-	}
-}
-
-// The accelerator of real registries: Debian's docker-registry, which is
-// distribution 2.8, and the one that FOIL_TEST_REGISTRY names, for instance
-// distribution 3.
-func TestRealUpstreams(t *testing.T) {
-	needProgram(t, "skopeo")
-	for name, program := range map[string]string{"docker-registry": "docker-registry", "FOIL_TEST_REGISTRY": os.Getenv("FOIL_TEST_REGISTRY")} {
-		t.Run(name, func(t *testing.T) {
-			if program == "" {
-				t.Skip("FOIL_TEST_REGISTRY does not name a registry program")
-			}
-			needProgram(t, program)
-			var l net.ListenConfig
-			free, err := l.Listen(t.Context(), "tcp", "127.0.0.1:0")
-			if err != nil {
-				t.Fatal(err)
-			}
-			addr := free.Addr().String()
-			free.Close()
-			dir, log := t.TempDir(), new(logBuffer)
-			s := start(t, serve.Options{
-				Upstream: upstream.Options{URL: "http://" + addr},
-				Log:      slog.New(slog.NewTextHandler(io.MultiWriter(log, t.Output()), nil)),
-			})
-			stop := startRegistry(t, program, addr, dir, "http://"+s.Addr()+upstream.WebhookPath)
-
-			// Push to the upstream; plainly and as a bundle from the accelerator.
-			image := filepath.Join(dir, "image")
-			want := layout(t, image)
-			push := func(tag string) {
-				t.Helper()
-				command(t, "skopeo", "copy", "--dest-tls-verify=false", "oci:"+image+":latest", "docker://"+addr+"/team/app:"+tag)
-			}
-			push("1")
-			to := filepath.Join(dir, "pulled")
-			command(t, "skopeo", "copy", "--src-tls-verify=false", "--preserve-digests", "docker://"+s.Addr()+"/team/app:1", "dir:"+to)
-			if b, err := os.ReadFile(filepath.Join(to, "manifest.json")); err != nil || digest.FromBytes(b) != want {
-				t.Errorf("pulled %s, %v, want %s", digest.FromBytes(b), err, want)
-			}
-			wantBundle(t, s.Addr(), "team/app", "1", want)
-			if out := command(t, "skopeo", "list-tags", "--tls-verify=false", "docker://"+s.Addr()+"/team/app"); !strings.Contains(out, `"1"`) {
-				t.Errorf("tags: %s", out)
-			}
-			out, err := exec.CommandContext(t.Context(), "skopeo", "copy", "--dest-tls-verify=false", "oci:"+image+":latest", "docker://"+s.Addr()+"/team/new:1").CombinedOutput()
-			if err == nil || !strings.Contains(string(out), "accelerator of http://"+addr) {
-				t.Errorf("a push to the accelerator: %v %s", err, out)
-			}
-
-			// The tag moves. What was pushed is here before anybody asks: also
-			// under a tag that the accelerator hears of by the webhook only.
-			image = filepath.Join(dir, "other")
-			moved := layout(t, image, "other")
-			push("1")
-			wantBundle(t, s.Addr(), "team/app", "1", moved)
-			push("2")
-			for !strings.Contains(log.String(), "msg=prepared repository=team/app manifest="+moved.String()+" tag=2 ") {
-				time.Sleep(10 * time.Millisecond)
-			}
-			stop()
-			wantBundle(t, s.Addr(), "team/app", "1", moved)
-			wantBundle(t, s.Addr(), "team/app", "2", moved)
-			wantBundle(t, s.Addr(), "team/app", want.String(), want)
-			command(t, "skopeo", "copy", "--src-tls-verify=false", "--preserve-digests", "docker://"+s.Addr()+"/team/app@"+want.String(), "dir:"+to)
-		})
-	}
 }

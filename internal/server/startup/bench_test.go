@@ -95,18 +95,15 @@ func BenchmarkServe(b *testing.B) {
 			b.Run(fmt.Sprintf("%s/until=%s", name, until), func(b *testing.B) {
 				b.ReportAllocs()
 				for b.Loop() {
-					d, err := planner.NewDifference([]planner.Want{{Index: index}})
-					if err != nil {
-						b.Fatal(err)
-					}
+					d := planner.NewDifference(index)
 					if have != nil {
 						d.Have(have, nil)
 					}
 					s := &Set{store: store, frames: store.Services[0].Frames}
-					delivery := s.Select(table, func(r trace.Run) bool { return d.Lacks(0, r) })
-					d.Arrive([][]trace.Run{delivery.Wire.Runs})
+					delivery := s.Select(table, d.Lacks)
+					d.Arrive(delivery.Wire.Runs)
 					if until == "plan" {
-						d.SetOrder(0, index.OrderBy(guess, s.Late, s.Runs()))
+						d.SetOrder(index.OrderBy(guess, s.Late, s.Runs()))
 						d.Plan()
 					}
 					b.ReportMetric(float64(len(delivery.Wire.Runs)), "runs")

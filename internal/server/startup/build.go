@@ -18,16 +18,9 @@ import (
 )
 
 const (
-	// frameTarget is how many bytes of pages go into a frame. The more, the smaller
-	// are all together, and the later is the first of them of use: sets of redis and
-	// nginx (6.2 and 3.7 MB) took with their index 2.1% more with 128 KiB and 1.4%
-	// less with 512; a frame of 256 KiB arrives in 8 ms at 100 Mbit/s. The highest
-	// level of zstd makes them 6% smaller and takes seconds, again and again as
-	// workers report.
-	frameTarget = 256 << 10
-	// batchBytes is how many bytes of pages are in memory at once while a store
+	// readBytes is how many bytes of pages are in memory at once while a store
 	// is built. The packs are read once for each batch.
-	batchBytes = 64 << 20
+	readBytes = 64 << 20
 	// maxLate bounds the runs that are kept for the order of a service.
 	maxLate = 1 << 15
 )
@@ -38,41 +31,51 @@ type planned struct {
 	set []ranked // by need
 }
 
-// Each run of a set costs a digest, a write and, on its way into the page cache, a question to the gate,
-// and a service goes back and forth between its files. So what lies together goes together, as far as
-// nobody waits much longer for it: once togetherFrom bytes of pages have gone, those of the next eighth as much
-// are in the order of their places, and go in frames that are larger than the first, in which they take
-// less: small frames of pages in the order of their places took 2% more than in that of need. The 10,800 runs
-// of a set of 165 MB (PyTorch) became 6,300 of as many bytes, and the
-// reads and writes of the worker that pulls it, in system calls, 56% of what they were.
-const (
-	togetherFrom   = 8 << 20
-	togetherShare  = 8
-	togetherTarget = 1 << 20 // of frames, bytes of pages
-)
-
 // lay puts the pages of services into frames: those that the same services have
 // are together, in the order of need, and none is twice. Services get the frames
 // they have, in the order in which they need them first; the common set, what
 // half or more of the services have.
 func lay(services []planned, t *toc.TOC) *Store {
-	s := &Store{ChainID: t.ChainID}
+	l := layout{t: t, s: &Store{ChainID: t.ChainID}, needs: make([][]need, len(services))}
+	classes := classify(services)
+	order := slices.SortedFunc(maps.Keys(classes), func(a, b class) int {
+		return cmp.Or(cmp.Compare(bits.OnesCount64(b.of), bits.OnesCount64(a.of)), cmp.Compare(a.of, b.of), cmp.Compare(a.filled, b.filled))
+	})
+	for _, in := range order {
+		list := classes[in]
+		sortPieces(list, t)
+		l.frames(in, list)
+	}
+	for i, v := range services {
+		v.Frames, v.Filled = sorted(l.needs[i]), 0
+		for _, n := range l.needs[i] {
+			if n.at >= filledAt {
+				v.Filled++
+			}
+		}
+		l.s.Services = append(l.s.Services, v.Service)
+	}
+	l.s.Common = sorted(l.common)
+	return l.s
+}
+
+// piece is pages that the same services have, and when each of these needs them.
+type piece struct {
+	ranked // at: the soonest
+	needs  []uint32
+}
+
+// class is of pages that the same services have, and for the same of them are filled in: a bit each.
+type class struct{ of, filled uint64 }
+
+// classify cuts the sets of services into pieces.
+func classify(services []planned) map[class][]piece {
 	var spans []span
 	for i, v := range services {
 		for _, r := range v.set {
 			spans = append(spans, span{r, i})
 		}
-		v.Frames = nil
-		s.Services = append(s.Services, v.Service)
 	}
-	// A piece of pages that have the same services, and when each needs it.
-	type piece struct {
-		ranked // at: the soonest
-		needs  []uint32
-	}
-	byPlace := func(a, b piece) int { return cmp.Or(cmp.Compare(a.Content, b.Content), cmp.Compare(a.First, b.First)) }
-	// class is of pages that the same services have, and for the same of them are filled in: a bit each.
-	type class struct{ of, filled uint64 }
 	classes := map[class][]piece{}
 	sweep(spans, func(r trace.Run, of []span) {
 		var in class
@@ -87,101 +90,105 @@ func lay(services []planned, t *toc.TOC) *Store {
 		p.at = slices.Min(p.needs)
 		classes[in] = append(classes[in], p)
 	})
-	order := slices.SortedFunc(maps.Keys(classes), func(a, b class) int {
-		return cmp.Or(cmp.Compare(bits.OnesCount64(b.of), bits.OnesCount64(a.of)), cmp.Compare(a.of, b.of), cmp.Compare(a.filled, b.filled))
-	})
+	return classes
+}
 
-	type need struct{ frame, at uint32 }
-	needs := make([][]need, len(services))
-	var common []need
-	for _, in := range order {
-		list := classes[in]
-		filled := in.of == in.filled // by all
-		slices.SortFunc(list, func(a, b piece) int { return cmp.Or(cmp.Compare(a.at, b.at), byPlace(a, b)) })
-		for from, at := 0, int64(0); from < len(list); {
-			end, next := from, at
-			for ; end < len(list) && (next < togetherFrom || next-at < at/togetherShare); end++ {
-				_, n := list[end].Range(t.Contents[list[end].Content].Size)
-				next += n
-			}
-			if at >= togetherFrom {
-				slices.SortFunc(list[from:end], byPlace)
-			}
-			from, at = end, next
+// sortPieces puts the pieces of a class in the order in which they are laid: that of need,
+// and in what is needed late, within a batch, that of their places.
+func sortPieces(list []piece, t *toc.TOC) {
+	byPlace := func(a, b piece) int { return cmp.Or(cmp.Compare(a.Content, b.Content), cmp.Compare(a.First, b.First)) }
+	slices.SortFunc(list, func(a, b piece) int { return cmp.Or(cmp.Compare(a.at, b.at), byPlace(a, b)) })
+	for from, at := 0, int64(0); from < len(list); {
+		end, next := from, at
+		for ; end < len(list) && (next < batchFrom || next-at < at/batchShare); end++ {
+			_, n := list[end].Range(t.Contents[list[end].Content].Size)
+			next += n
 		}
-		var open []trace.Run
-		var first []uint32 // by service of the mask
-		raw, gone := int64(0), int64(0)
-		closeFrame := func() {
-			if len(open) == 0 {
-				return
-			}
-			f := uint32(len(s.Frames))
-			merged := open
-			if !filled {
-				merged = trace.Merge(open)
-			}
-			s.Frames = append(s.Frames, Frame{Raw: uint32(raw), First: uint32(len(s.Runs)), Count: uint32(len(merged))})
-			s.Runs = append(s.Runs, merged...)
-			rest := in.of
-			for _, at := range first {
-				i := bits.TrailingZeros64(rest)
-				rest &= rest - 1
-				needs[i] = append(needs[i], need{f, at})
-			}
-			if 2*bits.OnesCount64(in.of&^in.filled) >= len(services) {
-				common = append(common, need{f, slices.Min(first)})
-			}
-			open, first, raw, gone = open[:0], nil, 0, gone+raw
+		if at >= batchFrom {
+			slices.SortFunc(list[from:end], byPlace)
 		}
-		for _, p := range list {
-			for from := p.First; from < p.End(); {
-				target := int64(frameTarget)
-				switch {
-				case filled:
-					target = filledTarget
-				case gone >= togetherFrom:
-					target = togetherTarget
-				}
-				room := uint32((target - raw) / trace.BlockSize)
-				if filled {
-					room = min(room, filledRun-from%filledRun)
-				}
-				if room == 0 {
-					closeFrame()
-					continue
-				}
-				part := p.clip(from, min(p.End(), from+room))
-				if first == nil {
-					first = slices.Repeat([]uint32{^uint32(0)}, len(p.needs))
-				}
-				for i, at := range p.needs {
-					first[i] = min(first[i], at+from-p.First)
-				}
-				_, n := part.Range(t.Contents[p.Content].Size)
-				open, raw, from = append(open, part.Run), raw+n, part.End()
-			}
-		}
-		closeFrame()
+		from, at = end, next
 	}
-	sorted := func(list []need) []uint32 {
-		slices.SortStableFunc(list, func(a, b need) int { return cmp.Compare(a.at, b.at) })
-		out := make([]uint32, len(list))
-		for i, n := range list {
-			out[i] = n.frame
-		}
-		return out
+}
+
+// need is when a service needs a frame.
+type need struct{ frame, at uint32 }
+
+// sorted returns frames in the order of need.
+func sorted(list []need) []uint32 {
+	slices.SortStableFunc(list, func(a, b need) int { return cmp.Compare(a.at, b.at) })
+	out := make([]uint32, len(list))
+	for i, n := range list {
+		out[i] = n.frame
 	}
-	for i := range s.Services {
-		s.Services[i].Frames = sorted(needs[i])
-		for _, n := range needs[i] {
-			if n.at >= filledAt {
-				s.Services[i].Filled++
+	return out
+}
+
+// layout is a store that is being laid out.
+type layout struct {
+	t      *toc.TOC
+	s      *Store
+	needs  [][]need // of each service
+	common []need
+}
+
+// frames cuts the pieces of a class into frames.
+func (l *layout) frames(in class, list []piece) {
+	filled := in.of == in.filled // by all
+	var open []trace.Run
+	var first []uint32 // by service of the mask
+	raw, gone := int64(0), int64(0)
+	closeFrame := func() {
+		if len(open) == 0 {
+			return
+		}
+		f := uint32(len(l.s.Frames))
+		merged := open
+		if !filled {
+			merged = trace.Merge(open)
+		}
+		l.s.Frames = append(l.s.Frames, Frame{Raw: uint32(raw), First: uint32(len(l.s.Runs)), Count: uint32(len(merged))})
+		l.s.Runs = append(l.s.Runs, merged...)
+		rest := in.of
+		for _, at := range first {
+			i := bits.TrailingZeros64(rest)
+			rest &= rest - 1
+			l.needs[i] = append(l.needs[i], need{f, at})
+		}
+		if 2*bits.OnesCount64(in.of&^in.filled) >= len(l.needs) {
+			l.common = append(l.common, need{f, slices.Min(first)})
+		}
+		open, first, raw, gone = open[:0], nil, 0, gone+raw
+	}
+	for _, p := range list {
+		for from := p.First; from < p.End(); {
+			target := int64(frameTarget)
+			switch {
+			case filled:
+				target = filledTarget
+			case gone >= batchFrom:
+				target = batchTarget
 			}
+			room := uint32((target - raw) / trace.BlockSize)
+			if filled {
+				room = min(room, filledRun-from%filledRun)
+			}
+			if room == 0 {
+				closeFrame()
+				continue
+			}
+			part := p.clip(from, min(p.End(), from+room))
+			if first == nil {
+				first = slices.Repeat([]uint32{^uint32(0)}, len(p.needs))
+			}
+			for i, at := range p.needs {
+				first[i] = min(first[i], at+from-p.First)
+			}
+			_, n := part.Range(l.t.Contents[p.Content].Size)
+			open, raw, from = append(open, part.Run), raw+n, part.End()
 		}
 	}
-	s.Common = sorted(common)
-	return s
+	closeFrame()
 }
 
 // write reads the pages of a store that was laid out from the packs, verified,
@@ -205,7 +212,7 @@ func (s *Store) write(ctx context.Context, store objects.Store, key string, t *t
 	var encoded []byte
 	for first := 0; first < len(s.Frames); {
 		end, raw := first, int64(0)
-		for ; end < len(s.Frames) && (end == first || raw+int64(s.Frames[end].Raw) <= batchBytes); end++ {
+		for ; end < len(s.Frames) && (end == first || raw+int64(s.Frames[end].Raw) <= readBytes); end++ {
 			raw += int64(s.Frames[end].Raw)
 		}
 		batch := s.Frames[first:end]

@@ -131,7 +131,7 @@ const (
 //   - half or more of the reports touched it; or
 //   - it is inherited, and no more reports say that it was sent early for nothing
 //     than touched it; or
-//   - it lies among pages that some traces have and others have not (fill.go).
+//   - it lies among pages that some traces have and others have not, or is filled in for another reason (policy.go).
 //
 // Its place is the median of what the traces say, in pages touched before it:
 // times depend on who measured them.
@@ -207,7 +207,7 @@ func (e *evidence) choose(t *toc.TOC) (set, late []ranked) {
 			late = appendRanked(late, r)
 		}
 	})
-	set, late = insert(set, soon(fill(set, doubtful, t), set), late)
+	set, late = insert(set, advance(fill(set, doubtful, t), set), late)
 	set, late = withoutHoles(set, t), withoutHoles(late, t)
 	byNeed(set)
 	byNeed(late)

@@ -332,13 +332,12 @@ func (r *reader) sectionMost(i int) int {
 
 // section appends the Pages section of frame i to dst.
 func (r *reader) section(i int, dst []byte) ([]byte, error) {
-	image := r.delivery.Wire.Index
-	body := bundle.AppendPagesHead(dst, image, uint32(i), 0)
+	body := bundle.AppendPagesHead(dst, uint32(i), 0)
 	out, err := r.frame(i, body)
 	if err != nil {
 		return dst, err
 	}
-	_ = bundle.AppendPagesHead(out[:len(dst)], image, uint32(i), len(out)-len(body)) // in its place
+	_ = bundle.AppendPagesHead(out[:len(dst)], uint32(i), len(out)-len(body)) // in its place
 	return out, nil
 }
 

@@ -8,44 +8,6 @@ import (
 	"hydrofoil.dev/foil/internal/format/trace"
 )
 
-// Some pages differ from start to start: those of the tables of a Go program, into which
-// its garbage collector looks wherever the goroutines happen to be, or of a heap
-// that is read by hash. However often such a service is traced, the next start
-// reads pages of these tables that none has read before; each costs a round trip, and a
-// segment of 256 to 512 KiB. Where traces disagree tells where the tables are: pages that some of them
-// have and others, which read that file too, have not lie there one near the other. So what
-// lies between such pages is filled in, and as much at both ends as the table is likely to go on.
-//
-// Of starts that were left out (two traces of four of golang's, of six of registry's) 32 and 13
-// segments were missed without this, 1 and 2 with it, for 1.21 and 1.47 times the pages. nextjs, which
-// misses one page or none, here and there in a large program, gets no page more.
-//
-// Of a small file that is read nearly whole the rest is filled in as well. Of the dynamic linker's 53 pages 44
-// are touched in any start, and one more in one of five of a program with many threads, as they happen to meet.
-const (
-	// fillGap is how far apart two pages of a table are at most, pages: what comes with a miss
-	// is no less than that.
-	fillGap = 128
-	// fillRuns is how many runs make a table.
-	fillRuns = 3
-	// restMost is how many pages the rest of a file has at most, and at most one for
-	// restShare that are touched.
-	restMost  = 64
-	restShare = 3
-	// fillShare bounds what is filled in: one page for so many of the set.
-	fillShare = 2
-	// soonShare bounds the filled pages that come with those around them: one for so many of the set.
-	soonShare = 20
-	// filledAt is added to when another filled page is needed: of all of them a start touches a few, so
-	// they go after every page that a start was seen to touch, in frames of their own. A worker
-	// keeps these as they come, and writes of them what is asked for (bundle.Startup.Filled):
-	// in runs of filledRun pages, since what has a digest is written whole.
-	filledAt  = 1 << 30
-	filledRun = 4
-	// filledTarget is how many bytes of pages go into a frame: it is decoded for each run.
-	filledTarget = 128 << 10
-)
-
 // gap is a run of pages that may be filled in.
 type gap struct {
 	ranked
@@ -56,6 +18,24 @@ type gap struct {
 // and others have not. Both are in the order of content and page. Short gaps go first.
 func fill(set, doubtful []ranked, t *toc.TOC) []ranked {
 	var gaps []gap
+	for _, find := range fillers {
+		gaps = append(gaps, find(set, doubtful, t)...)
+	}
+	slices.SortStableFunc(gaps, func(a, b gap) int { return cmp.Compare(a.lacks, b.lacks) })
+	left := pages(set) / fillShare
+	var out []ranked
+	for _, g := range gaps {
+		if left -= int64(g.lacks); left < 0 {
+			break
+		}
+		out = append(out, g.ranked)
+	}
+	return out
+}
+
+// tables returns what a set lacks of the tables in which traces disagree, and of as much at both
+// ends as a table is likely to go on.
+func tables(set, doubtful []ranked, t *toc.TOC) (gaps []gap) {
 	for len(doubtful) > 0 {
 		table := doubtful[:1]
 		runs, between := 1, uint32(0)
@@ -89,24 +69,12 @@ func fill(set, doubtful []ranked, t *toc.TOC) []ranked {
 		}
 		add(last.End(), min(last.End()+beyond, trace.Pages(t.Contents[content].Size)), last.at)
 	}
-	gaps = append(gaps, rests(set, t)...)
-	slices.SortStableFunc(gaps, func(a, b gap) int { return cmp.Compare(a.lacks, b.lacks) })
-	left := pages(set) / fillShare
-	var out []ranked
-	for _, g := range gaps {
-		if left -= int64(g.lacks); left < 0 {
-			break
-		}
-		out = append(out, g.ranked)
-	}
-	return out
+	return gaps
 }
 
-// soon has those filled pages come with the pages around them, rather than after all others, of which
-// there are few: who waits for one of them waits for all of the set that comes before it, at 100 Mbit/s 0.7 s
-// for 8 MB. It is so for the filled pages of a file when half of what is in the set after them
-// is more than they are, as if every other start touched one of them.
-func soon(filled, set []ranked) []ranked {
+// advance has the filled pages of some files come with the pages around them: of files of which half of
+// what is in the set after them is more than they are.
+func advance(filled, set []ranked) []ranked {
 	type file struct {
 		content uint32
 		pages   int64
@@ -124,7 +92,7 @@ func soon(filled, set []ranked) []ranked {
 	}
 	slices.SortStableFunc(files, func(a, b file) int { return cmp.Compare(a.pages, b.pages) })
 	all := pages(set)
-	left := all / soonShare
+	left := all / advanceShare
 	for _, f := range files {
 		if 2*f.pages > all-int64(f.at) {
 			continue
@@ -141,8 +109,8 @@ func soon(filled, set []ranked) []ranked {
 	return filled
 }
 
-// rests returns what a set lacks of the files that are nearly whole in it.
-func rests(set []ranked, t *toc.TOC) (gaps []gap) {
+// remainders returns what a set lacks of the files that are nearly whole in it.
+func remainders(set, _ []ranked, t *toc.TOC) (gaps []gap) {
 	for len(set) > 0 {
 		n := slices.IndexFunc(set, func(r ranked) bool { return r.Content != set[0].Content })
 		if n < 0 {
@@ -153,7 +121,7 @@ func rests(set []ranked, t *toc.TOC) (gaps []gap) {
 		content := file[0].Content
 		all := trace.Pages(t.Contents[content].Size)
 		touched := pages(file)
-		if rest := int64(all) - touched; rest <= 0 || rest > restMost || rest*restShare > touched {
+		if rest := int64(all) - touched; rest <= 0 || rest > remainderMost || rest*remainderShare > touched {
 			continue
 		}
 		end, at := uint32(0), file[0].at

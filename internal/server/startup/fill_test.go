@@ -105,7 +105,7 @@ func TestFillRest(t *testing.T) {
 }
 
 // Few filled pages that are needed early come with those around them, many or late ones after all.
-func TestSoon(t *testing.T) {
+func TestAdvance(t *testing.T) {
 	in := func(content, first, blocks, at uint32) ranked {
 		return ranked{trace.Run{Content: content, First: first, Blocks: blocks}, at}
 	}
@@ -118,7 +118,7 @@ func TestSoon(t *testing.T) {
 		"one file's, not another": {[]ranked{in(2, 0, 30, filledAt+7), in(0, 21, 21, filledAt+7)}, []ranked{in(2, 0, 30, filledAt+7), in(0, 21, 21, 7)}},
 		"what is in the set":      {[]ranked{in(1, 0, 998, filledAt+7)}, []ranked{in(1, 0, 998, 7)}},
 	} {
-		if d := cmp.Diff(c.want, soon(c.filled, set), cmp.AllowUnexported(ranked{}), cmpopts.EquateEmpty()); d != "" {
+		if d := cmp.Diff(c.want, advance(c.filled, set), cmp.AllowUnexported(ranked{}), cmpopts.EquateEmpty()); d != "" {
 			t.Errorf("%s (want, got):\n%s", name, d)
 		}
 	}

@@ -89,7 +89,7 @@ func TestWhatLiesTogetherGoesTogether(t *testing.T) {
 	for _, f := range s.Services[0].Frames {
 		frame := s.Frames[f]
 		for _, r := range s.Runs[frame.First : frame.First+frame.Count] {
-			if gone < togetherFrom {
+			if gone < batchFrom {
 				early++
 			} else {
 				late++
@@ -99,7 +99,7 @@ func TestWhatLiesTogetherGoesTogether(t *testing.T) {
 					t.Fatalf("page %d goes twice", p)
 				}
 				seen[p] = true
-				if most := soonest[p] + soonest[p]/togetherShare + togetherTarget; gone > most {
+				if most := soonest[p] + soonest[p]/batchShare + batchTarget; gone > most {
 					t.Fatalf("%d bytes go before page %d, of which %d are needed before it", gone, p, soonest[p])
 				}
 			}
@@ -109,7 +109,7 @@ func TestWhatLiesTogetherGoesTogether(t *testing.T) {
 	if gone != pages*trace.BlockSize {
 		t.Errorf("%d bytes go of %d", gone, pages*trace.BlockSize)
 	}
-	if want := int64(togetherFrom / trace.BlockSize); early != want {
+	if want := int64(batchFrom / trace.BlockSize); early != want {
 		t.Errorf("%d runs go first, want %d in the order of need", early, want)
 	}
 	if late > 256 {

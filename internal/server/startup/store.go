@@ -255,77 +255,101 @@ func decodeIndex(b []byte, end int64, t *toc.TOC, d digest.Digest) (*Store, erro
 		return nil, err
 	}
 	s.Runs = runs
-	offset, first := int64(len(magic)), uint64(0)
-	for len(lengths.B) > 0 {
-		f := Frame{Offset: offset, Length: uint32(lengths.Uint(segment.MaxFrameRaw + 1)), First: uint32(first)}
-		f.Count = uint32(counts.Uint(uint64(len(runs)) - first))
-		if sum := sums.Bytes(4); sum != nil {
-			f.Sum = binary.LittleEndian.Uint32(sum)
-		}
-		raw := int64(0)
-		for _, r := range runs[first : first+uint64(f.Count)] {
-			_, n := r.Range(t.Contents[r.Content].Size)
-			raw += n
-		}
-		if f.Length < 2 || f.Count == 0 || raw > segment.MaxFrameRaw {
-			return nil, fmt.Errorf("%w: frame %d: %+v of %d bytes", ErrCorrupt, len(s.Frames), f, raw)
-		}
-		f.Raw = uint32(raw)
-		offset += int64(f.Length)
-		first += uint64(f.Count)
-		s.Frames = append(s.Frames, f)
+	ends, first, err := s.decodeFrames(lengths, counts, sums, t)
+	if err != nil {
+		return nil, err
 	}
 	for i := range col {
 		if err := col[i].End(); err != nil {
 			return nil, err
 		}
 	}
-	if offset != end || first != uint64(len(runs)) {
-		return nil, fmt.Errorf("%w: its frames end at %d, not at %d, and have %d of %d runs", ErrCorrupt, offset, end, first, len(runs))
+	if ends != end || first != len(runs) {
+		return nil, fmt.Errorf("%w: its frames end at %d, not at %d, and have %d of %d runs", ErrCorrupt, ends, end, first, len(runs))
 	}
 	digests, rest, err := columns.Next(rest, uint64(len(runs))*segment.IDLength)
 	if err != nil {
 		return nil, err
 	}
-	s.Digests = make([]segment.ID, len(runs))
-	for i, r := range runs {
-		if content := &t.Contents[r.Content]; r.Whole(content.Size) {
-			s.Digests[i] = content.ID
-			continue
-		}
-		if len(digests) < segment.IDLength {
-			return nil, fmt.Errorf("%w: too few digests", ErrCorrupt)
-		}
-		digests = digests[copy(s.Digests[i][:], digests):]
+	if digests, err = s.decodeDigests(digests, t); err != nil {
+		return nil, err
 	}
 	if s.Common, rest, err = nextOrder(rest, len(s.Frames)); err != nil {
 		return nil, err
 	}
 	for i := range s.Services {
-		v := &s.Services[i]
-		if v.Frames, rest, err = nextOrder(rest, len(s.Frames)); err != nil {
+		if rest, err = s.Services[i].decode(rest, written, len(s.Frames), t); err != nil {
 			return nil, err
-		}
-		if written > 1 {
-			c := columns.Reader{B: rest}
-			v.Filled = int(c.Uint(uint64(len(v.Frames)) + 1))
-			if c.Err != nil {
-				return nil, c.Err
-			}
-			rest = c.B
-		}
-		if v.Late, rest, err = trace.NextRuns(rest); err != nil {
-			return nil, err
-		}
-		if err := trace.Check(v.Late, t); err != nil {
-			return nil, err
-		}
-		if len(v.Late) == 0 {
-			v.Late = nil
 		}
 	}
 	if len(digests)+len(rest) > 0 {
 		return nil, fmt.Errorf("%w: %d bytes too many", ErrCorrupt, len(digests)+len(rest))
 	}
 	return s, nil
+}
+
+// decodeFrames reads the frames of s, whose runs are known. It returns where the last
+// one ends, and how many runs they have.
+func (s *Store) decodeFrames(lengths, counts, sums *columns.Reader, t *toc.TOC) (end int64, runs int, err error) {
+	end = int64(len(magic))
+	for len(lengths.B) > 0 {
+		f := Frame{Offset: end, Length: uint32(lengths.Uint(segment.MaxFrameRaw + 1)), First: uint32(runs)}
+		f.Count = uint32(counts.Uint(uint64(len(s.Runs) - runs)))
+		if sum := sums.Bytes(4); sum != nil {
+			f.Sum = binary.LittleEndian.Uint32(sum)
+		}
+		raw := int64(0)
+		for _, r := range s.Runs[runs : runs+int(f.Count)] {
+			_, n := r.Range(t.Contents[r.Content].Size)
+			raw += n
+		}
+		if f.Length < 2 || f.Count == 0 || raw > segment.MaxFrameRaw {
+			return 0, 0, fmt.Errorf("%w: frame %d: %+v of %d bytes", ErrCorrupt, len(s.Frames), f, raw)
+		}
+		f.Raw = uint32(raw)
+		end += int64(f.Length)
+		runs += int(f.Count)
+		s.Frames = append(s.Frames, f)
+	}
+	return end, runs, nil
+}
+
+// decodeDigests reads the digests of the runs of s, and returns what is left of b. A run
+// that is all of its content has the content's.
+func (s *Store) decodeDigests(b []byte, t *toc.TOC) (rest []byte, err error) {
+	s.Digests = make([]segment.ID, len(s.Runs))
+	for i, r := range s.Runs {
+		if content := &t.Contents[r.Content]; r.Whole(content.Size) {
+			s.Digests[i] = content.ID
+			continue
+		}
+		if len(b) < segment.IDLength {
+			return nil, fmt.Errorf("%w: too few digests", ErrCorrupt)
+		}
+		b = b[copy(s.Digests[i][:], b):]
+	}
+	return b, nil
+}
+
+// decode reads which of a store's frames are the service's, and what it touched
+// besides, and returns what is left of b.
+func (v *Service) decode(b []byte, written uint64, frames int, t *toc.TOC) (rest []byte, err error) {
+	if v.Frames, b, err = nextOrder(b, frames); err != nil {
+		return nil, err
+	}
+	if written > 1 {
+		c := columns.Reader{B: b}
+		v.Filled = int(c.Uint(uint64(len(v.Frames)) + 1))
+		if c.Err != nil {
+			return nil, c.Err
+		}
+		b = c.B
+	}
+	if v.Late, b, err = trace.NextRuns(b); err != nil {
+		return nil, err
+	}
+	if len(v.Late) == 0 {
+		v.Late = nil
+	}
+	return b, trace.Check(v.Late, t)
 }

@@ -19,7 +19,7 @@ import (
 	"hydrofoil.dev/foil/internal/format/toc"
 	"hydrofoil.dev/foil/internal/format/trace"
 	"hydrofoil.dev/foil/internal/server/catalog"
-	"hydrofoil.dev/foil/internal/server/objects"
+	"hydrofoil.dev/foil/internal/server/objects/objectstest"
 	"hydrofoil.dev/foil/internal/server/planner"
 	"hydrofoil.dev/foil/internal/server/planner/plannertest"
 )
@@ -30,13 +30,13 @@ var update = flag.Bool("update", false, "write golden files anew")
 type world struct {
 	*plannertest.World
 	*Sets
-	memory *objects.Memory
+	memory *objectstest.Memory
 	max    Limit
 }
 
 func newWorld(t testing.TB) *world {
 	t.Helper()
-	memory := objects.NewMemory()
+	memory := objectstest.NewMemory()
 	w := &world{World: plannertest.New(t, memory), memory: memory}
 	w.start(t)
 	return w
@@ -206,9 +206,9 @@ func (m *image) deliver(t fataler, d *Delivery) {
 	err := d.Send(context.Background(), &planner.Contents{TOC: m.x.Table(), Index: m.x, Objects: m.w.World.Objects}, func(sections []byte) error {
 		for len(sections) > 0 {
 			i := uint32(n)
-			head := len(bundle.AppendPagesHead(nil, d.Wire.Index, i, 0))
+			head := len(bundle.AppendPagesHead(nil, i, 0))
 			length := int(binary.LittleEndian.Uint32(sections[2:])) + 6 - head
-			if want := bundle.AppendPagesHead(nil, d.Wire.Index, i, length); !bytes.Equal(sections[:head], want) {
+			if want := bundle.AppendPagesHead(nil, i, length); !bytes.Equal(sections[:head], want) {
 				return fmt.Errorf("section %x, want %x", sections[:head], want)
 			}
 			if err := frame(i, sections[head:head+length]); err != nil {

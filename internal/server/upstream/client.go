@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"math/rand/v2"
 	"net"
 	"net/http"
 	"net/url"
@@ -21,6 +20,7 @@ import (
 	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
+	"hydrofoil.dev/foil/internal/backoff"
 	"hydrofoil.dev/foil/internal/server/catalog"
 	"hydrofoil.dev/foil/internal/server/registry"
 )
@@ -200,8 +200,7 @@ func (c *client) tryTimes(ctx context.Context, most int, fn func() error) error 
 
 // wait pauses before try n+1 after err, and reports whether there is time for it.
 func (c *client) wait(ctx context.Context, n int, err error) bool {
-	pause := c.pause << (n - 1)
-	pause += rand.N(pause/2 + 1)
+	pause := backoff.Spread(backoff.Backoff{First: c.pause, Most: maxWait}.Pause(n))
 	if e, ok := errors.AsType[*Error](err); ok {
 		pause = max(pause, e.After)
 	}
@@ -211,14 +210,7 @@ func (c *client) wait(ctx context.Context, n int, err error) bool {
 	if deadline, ok := ctx.Deadline(); ok && time.Until(deadline) < pause {
 		return false
 	}
-	timer := time.NewTimer(pause)
-	defer timer.Stop()
-	select {
-	case <-timer.C:
-		return true
-	case <-ctx.Done():
-		return false
-	}
+	return backoff.Wait(ctx, pause) == nil
 }
 
 func (c *client) pull(repo string) string { return "repository:" + c.repository(repo) + ":pull" }

@@ -25,6 +25,7 @@ package api
 
 import (
 	"encoding/json"
+	"fmt"
 	"time"
 
 	"hydrofoil.dev/foil/internal/worker/credentials"
@@ -102,6 +103,13 @@ type Event struct {
 	// summed time in seconds.
 	Waits  int64   `json:"waits"`
 	Waited float64 `json:"waited"`
+	// WaitMax is the longest wait so far, in seconds, one that is not over included, and WaitBound what it
+	// should have been at most: what was in flight when it began, a round trip, its own bytes and those
+	// of the reads before it, on the link as it was measured; 0: not known. WaitsOver counts reads that
+	// waited for more than twice that.
+	WaitMax   float64 `json:"wait_max,omitempty"`
+	WaitBound float64 `json:"wait_bound,omitempty"`
+	WaitsOver int64   `json:"waits_over,omitempty"`
 	// StartupOrigin is what the startup set was made from, empty if none came;
 	// StartupMoved are the bytes that it took on the network so far, StartupRaw
 	// those of its pages that have been written, of StartupTotal.
@@ -310,6 +318,8 @@ type PullReport struct {
 type Read struct {
 	Began time.Time `json:"began"`
 	Took  float64   `json:"took"` // seconds; so far, if it waits still
+	// Bound is what Took should be at most, in seconds, as Event.WaitBound says; 0: not known.
+	Bound float64 `json:"bound,omitempty"`
 	// Waiting: it waits still.
 	Waiting bool `json:"waiting,omitempty"`
 	// Path is a file that has what was read, the first of those with the same content;
@@ -339,3 +349,8 @@ type Error struct {
 }
 
 func (e *Error) Error() string { return e.Message }
+
+// Errorf returns an Error with a code. Its format is that of fmt.Errorf.
+func Errorf(code, format string, args ...any) *Error {
+	return &Error{Code: code, Message: fmt.Errorf(format, args...).Error()}
+}

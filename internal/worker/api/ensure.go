@@ -13,6 +13,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"hydrofoil.dev/foil/internal/backoff"
 )
 
 // LogPath is where a daemon that EnsureDaemon started writes its log.
@@ -110,7 +112,8 @@ func start(ctx context.Context, c *Client, root string, command []string) error 
 	// answers, wait4 asks whether it is still there.
 	defer cmd.Process.Release()
 
-	for pause := time.Millisecond; ; pause = min(2*pause, 50*time.Millisecond) {
+	pauses := backoff.Backoff{First: time.Millisecond, Most: 50 * time.Millisecond}
+	for n := 1; ; n++ {
 		_, err := c.Status(ctx)
 		if err == nil {
 			return nil
@@ -119,14 +122,12 @@ func start(ctx context.Context, c *Client, root string, command []string) error 
 		if done, werr := unix.Wait4(pid, &ws, unix.WNOHANG, nil); werr == nil && done == pid {
 			return fmt.Errorf("the daemon ended at once (%s); the end of %s:\n%s", ending(ws), LogPath(root), tail(log, from))
 		}
-		select {
-		case <-ctx.Done():
+		if cause := backoff.Wait(ctx, pauses.Pause(n)); cause != nil {
 			if errors.Is(ctx.Err(), context.DeadlineExceeded) {
 				return fmt.Errorf("the daemon (process %d) does not answer on %s (%w); the end of %s:\n%s",
 					pid, c.socket, err, LogPath(root), tail(log, from))
 			}
-			return context.Cause(ctx)
-		case <-time.After(pause):
+			return cause
 		}
 	}
 }

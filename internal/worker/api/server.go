@@ -59,49 +59,12 @@ const maxRequest = 4 << 20
 // Handler serves s over HTTP as the package comment says.
 func Handler(s Service) http.Handler {
 	mux := http.NewServeMux()
-	mux.HandleFunc("POST /v1/pulls", func(w http.ResponseWriter, r *http.Request) {
-		req, err := decode[PullRequest](w, r)
-		if err != nil {
-			WriteError(w, err)
-			return
-		}
-		out := &stream{w: w}
-		var last Event
-		err = s.Pull(r.Context(), req, func(ev Event) error {
-			last = ev
-			return out.send(ev)
-		})
-		switch {
-		case err == nil:
-		case !out.begun:
-			WriteError(w, err)
-		case last.Err == "":
-			e := AsError(err)
-			last.Event, last.Err, last.Code = Failed, e.Message, e.Code
-			_ = out.send(last) // the client may be gone: nobody is left to tell
-		}
-	})
+	mux.HandleFunc("POST /v1/pulls", func(w http.ResponseWriter, r *http.Request) { pull(w, r, s) })
 	mux.HandleFunc("GET /v1/pulls", func(w http.ResponseWriter, r *http.Request) {
 		v, err := s.PullReport(r.Context(), r.URL.Query().Get("ref"))
 		answer(w, http.StatusOK, v, err)
 	})
-	mux.HandleFunc("POST /v1/verify", func(w http.ResponseWriter, r *http.Request) {
-		out := &stream{w: w}
-		var last VerifyEvent
-		err := s.Verify(r.Context(), r.URL.Query().Get("ref"), func(ev VerifyEvent) error {
-			last = ev
-			return out.send(ev)
-		})
-		switch {
-		case err == nil:
-		case !out.begun:
-			WriteError(w, err)
-		case last.Err == "":
-			e := AsError(err)
-			last.Bad, last.Err, last.Code = "", e.Message, e.Code
-			_ = out.send(last)
-		}
-	})
+	mux.HandleFunc("POST /v1/verify", func(w http.ResponseWriter, r *http.Request) { verify(w, r, s) })
 	mux.HandleFunc("GET /v1/images", func(w http.ResponseWriter, r *http.Request) {
 		v, err := s.Images(r.Context())
 		answer(w, http.StatusOK, nonNil(v), err)
@@ -110,13 +73,7 @@ func Handler(s Service) http.Handler {
 		gone(w, s.RemoveImage(r.Context(), r.URL.Query().Get("ref")))
 	})
 	mux.HandleFunc("POST /v1/containers", func(w http.ResponseWriter, r *http.Request) {
-		req, err := decode[ContainerRequest](w, r)
-		if err != nil {
-			WriteError(w, err)
-			return
-		}
-		v, err := s.CreateContainer(r.Context(), req)
-		answer(w, http.StatusCreated, v, err)
+		ask(w, r, http.StatusCreated, s.CreateContainer)
 	})
 	mux.HandleFunc("GET /v1/containers", func(w http.ResponseWriter, r *http.Request) {
 		v, err := s.Containers(r.Context())
@@ -126,65 +83,94 @@ func Handler(s Service) http.Handler {
 		gone(w, s.RemoveContainer(r.Context(), r.PathValue("id")))
 	})
 	mux.HandleFunc("POST /v1/containers/{id}/start", func(w http.ResponseWriter, r *http.Request) {
-		req, err := decode[Start](w, r)
-		if err == nil {
-			err = s.ContainerStarted(r.Context(), r.PathValue("id"), req)
-		}
-		gone(w, err)
+		tell(w, r, func(ctx context.Context, req Start) error {
+			return s.ContainerStarted(ctx, r.PathValue("id"), req)
+		})
 	})
 	mux.HandleFunc("GET /v1/containers/{id}/trace", func(w http.ResponseWriter, r *http.Request) {
 		v, err := s.TraceStatus(r.Context(), r.PathValue("id"))
 		answer(w, http.StatusOK, v, err)
 	})
 	mux.HandleFunc("POST /v1/containers/{id}/trace", func(w http.ResponseWriter, r *http.Request) {
-		req, err := decode[TraceRequest](w, r)
-		if err != nil {
-			WriteError(w, err)
-			return
-		}
-		v, err := s.Trace(r.Context(), r.PathValue("id"), req)
-		answer(w, http.StatusOK, v, err)
+		ask(w, r, http.StatusOK, func(ctx context.Context, req TraceRequest) (*TraceResult, error) {
+			return s.Trace(ctx, r.PathValue("id"), req)
+		})
 	})
 	mux.HandleFunc("POST /v1/startup", func(w http.ResponseWriter, r *http.Request) {
-		about(w, r, s.Startup)
+		ask(w, r, http.StatusOK, s.Startup)
 	})
 	mux.HandleFunc("POST /v1/startup/service", func(w http.ResponseWriter, r *http.Request) {
-		about(w, r, s.StartupService)
+		ask(w, r, http.StatusOK, s.StartupService)
 	})
 	mux.HandleFunc("POST /v1/startup/forget", func(w http.ResponseWriter, r *http.Request) {
-		req, err := decode[AboutImage](w, r)
-		if err == nil {
-			err = s.ForgetStartup(r.Context(), req)
-		}
-		gone(w, err)
+		tell(w, r, s.ForgetStartup)
 	})
-	mux.HandleFunc("POST /v1/toc", func(w http.ResponseWriter, r *http.Request) {
-		req, err := decode[AboutImage](w, r)
-		var b []byte
-		if err == nil {
-			b, err = s.TOC(r.Context(), req)
-		}
-		if err != nil {
-			WriteError(w, err)
-			return
-		}
-		w.Header().Set("Content-Type", "application/octet-stream")
-		_, _ = w.Write(b)
-	})
+	mux.HandleFunc("POST /v1/toc", func(w http.ResponseWriter, r *http.Request) { toc(w, r, s) })
 	mux.HandleFunc("POST /v1/gc", func(w http.ResponseWriter, r *http.Request) {
-		req, err := decode[GCRequest](w, r)
-		if err != nil {
-			WriteError(w, err)
-			return
-		}
-		v, err := s.GC(r.Context(), req)
-		answer(w, http.StatusOK, v, err)
+		ask(w, r, http.StatusOK, s.GC)
 	})
 	mux.HandleFunc("GET /v1/status", func(w http.ResponseWriter, r *http.Request) {
 		v, err := s.Status(r.Context())
 		answer(w, http.StatusOK, v, err)
 	})
 	return mux
+}
+
+// pull answers with events. An error is the last of them if it comes after others.
+func pull(w http.ResponseWriter, r *http.Request, s Service) {
+	req, err := decode[PullRequest](w, r)
+	if err != nil {
+		WriteError(w, err)
+		return
+	}
+	out := &stream{w: w}
+	var last Event
+	err = s.Pull(r.Context(), req, func(ev Event) error {
+		last = ev
+		return out.send(ev)
+	})
+	switch {
+	case err == nil:
+	case !out.begun:
+		WriteError(w, err)
+	case last.Err == "":
+		e := AsError(err)
+		last.Event, last.Err, last.Code = Failed, e.Message, e.Code
+		_ = out.send(last) // the client may be gone: nobody is left to tell
+	}
+}
+
+// verify answers as pull does.
+func verify(w http.ResponseWriter, r *http.Request, s Service) {
+	out := &stream{w: w}
+	var last VerifyEvent
+	err := s.Verify(r.Context(), r.URL.Query().Get("ref"), func(ev VerifyEvent) error {
+		last = ev
+		return out.send(ev)
+	})
+	switch {
+	case err == nil:
+	case !out.begun:
+		WriteError(w, err)
+	case last.Err == "":
+		e := AsError(err)
+		last.Bad, last.Err, last.Code = "", e.Message, e.Code
+		_ = out.send(last)
+	}
+}
+
+func toc(w http.ResponseWriter, r *http.Request, s Service) {
+	req, err := decode[AboutImage](w, r)
+	var b []byte
+	if err == nil {
+		b, err = s.TOC(r.Context(), req)
+	}
+	if err != nil {
+		WriteError(w, err)
+		return
+	}
+	w.Header().Set("Content-Type", "application/octet-stream")
+	_, _ = w.Write(b)
 }
 
 func decode[T any](w http.ResponseWriter, r *http.Request) (T, error) {
@@ -207,15 +193,24 @@ func nonNil[T any](s []T) []T {
 	return s
 }
 
-// about answers a question about an image.
-func about[T any](w http.ResponseWriter, r *http.Request, ask func(context.Context, AboutImage) (T, error)) {
-	req, err := decode[AboutImage](w, r)
+// ask passes a request's body to fn, and answers with what fn returns.
+func ask[Q, A any](w http.ResponseWriter, r *http.Request, status int, fn func(context.Context, Q) (A, error)) {
+	req, err := decode[Q](w, r)
 	if err != nil {
 		WriteError(w, err)
 		return
 	}
-	v, err := ask(r.Context(), req)
-	answer(w, http.StatusOK, v, err)
+	v, err := fn(r.Context(), req)
+	answer(w, status, v, err)
+}
+
+// tell passes a request's body to fn, which has no answer.
+func tell[Q any](w http.ResponseWriter, r *http.Request, fn func(context.Context, Q) error) {
+	req, err := decode[Q](w, r)
+	if err == nil {
+		err = fn(r.Context(), req)
+	}
+	gone(w, err)
 }
 
 func answer(w http.ResponseWriter, status int, v any, err error) {

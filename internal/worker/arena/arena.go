@@ -81,7 +81,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"hydrofoil.dev/foil/internal/format/toc"
+	"hydrofoil.dev/foil/internal/durable"
+	"hydrofoil.dev/foil/internal/kernel"
 )
 
 // Names of an arena's files in its directory.
@@ -100,7 +101,7 @@ type Arena struct {
 	layout *Layout
 	file   *os.File
 	conn   syscall.RawConn // of file
-	boot   bootID
+	boot   kernel.BootID
 	doubt  string
 
 	// mu is held for reading while the maps are touched, for writing while
@@ -139,14 +140,14 @@ type Arena struct {
 // fs.ErrExist when dir has an arena, unix.EFBIG when the filesystem cannot hold a file
 // of the layout's size, unix.ENOSPC when the disk is full.
 func Create(dir string, l *Layout) (*Arena, error) {
-	boot, err := thisBoot()
+	boot, err := kernel.ReadBootID()
 	if err != nil {
 		return nil, err
 	}
 	return create(dir, l, boot)
 }
 
-func create(dir string, l *Layout, boot bootID) (_ *Arena, err error) {
+func create(dir string, l *Layout, boot kernel.BootID) (_ *Arena, err error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, fmt.Errorf("create arena: %w", err)
 	}
@@ -162,7 +163,7 @@ func create(dir string, l *Layout, boot bootID) (_ *Arena, err error) {
 		err = f.Truncate(l.size)
 	}
 	if err == nil && found {
-		err = syncDir(dir)
+		err = durable.Sync(dir)
 	}
 	var a *Arena
 	if err == nil {
@@ -182,7 +183,7 @@ func create(dir string, l *Layout, boot bootID) (_ *Arena, err error) {
 // opens must come before the arena is put behind a gate: use OpenFile for an
 // arena that is behind one already.
 func Open(dir string, l *Layout) (*Arena, error) {
-	boot, err := thisBoot()
+	boot, err := kernel.ReadBootID()
 	if err != nil {
 		return nil, err
 	}
@@ -202,7 +203,7 @@ func Open(dir string, l *Layout) (*Arena, error) {
 // writing, that another process opened before the gate was put up: one opened
 // now would block on the gate that it is to serve. The arena takes file over when OpenFile succeeds.
 func OpenFile(dir string, file *os.File, l *Layout) (*Arena, error) {
-	boot, err := thisBoot()
+	boot, err := kernel.ReadBootID()
 	if err != nil {
 		return nil, err
 	}
@@ -222,7 +223,7 @@ func OpenFile(dir string, file *os.File, l *Layout) (*Arena, error) {
 	return a, nil
 }
 
-func open(dir string, f *os.File, l *Layout, boot bootID) (*Arena, error) {
+func open(dir string, f *os.File, l *Layout, boot kernel.BootID) (*Arena, error) {
 	conn, err := f.SyscallConn()
 	if err != nil {
 		return nil, err
@@ -401,31 +402,6 @@ func (a *Arena) PresentBitmap() []byte {
 	return b
 }
 
-// MergePresent adds to b, a bitmap over t.Segments like PresentBitmap's, the
-// segments of t.Contents[content] that are present in arena from, whose TOC has
-// the same content at index fromContent. Nothing is added for segments that differ.
-func MergePresent(b []byte, t *toc.TOC, content int, from *Arena, fromContent int) {
-	l := from.layout
-	k, ok := l.find(fromContent)
-	if !ok {
-		return
-	}
-	from.mu.RLock()
-	defer from.mu.RUnlock()
-	if from.closed {
-		return
-	}
-	c := &t.Contents[content]
-	n := min(int(c.Segments), l.contentEnd(k)-int(l.contents[k].first))
-	for j := range n {
-		s, i := int(c.First)+j, int(l.contents[k].first)+j
-		if t.Segments[s].ID == l.ids[i] && t.Segments[s].Length == l.lengths[i] &&
-			t.Segments[s].Offset == l.offsets[i]-l.offsets[l.contents[k].first] && bit(from.maps.segments, i) {
-			b[s/8] |= 1 << (s % 8)
-		}
-	}
-}
-
 // Sync makes what is present now durable: an fdatasync of the arena, and then a
 // new durable map. It does nothing when nothing has arrived since the last one. What
 // has been read by way of the gate leaves the arena's page cache (see Touch).
@@ -467,7 +443,7 @@ func (a *Arena) Sync(ctx context.Context) error {
 		a.Fail(a.sync.failure)
 		return a.sync.failure
 	}
-	if err := writeDurable(a.dir, encodeDurable(a.layout, now)); err != nil {
+	if err := durable.Replace(filepath.Join(a.dir, durableName), encodeDurable(a.layout, now)); err != nil {
 		return fmt.Errorf("sync arena %s: write its durable map: %w", a.dir, explain(err))
 	}
 	a.sync.last = now

@@ -3,7 +3,6 @@ package arena
 import (
 	"crypto/sha256"
 	"encoding/binary"
-	"encoding/hex"
 	"errors"
 	"fmt"
 	"hash/crc32"
@@ -12,11 +11,12 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
-	"strings"
 	"sync/atomic"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
+
+	"hydrofoil.dev/foil/internal/kernel"
 )
 
 const (
@@ -32,23 +32,6 @@ const (
 
 var crcTable = crc32.MakeTable(crc32.Castagnoli)
 
-// bootID is /proc/sys/kernel/random/boot_id: what tells one boot from another.
-type bootID [16]byte
-
-func thisBoot() (bootID, error) {
-	const path = "/proc/sys/kernel/random/boot_id"
-	var id bootID
-	b, err := os.ReadFile(path)
-	if err != nil {
-		return id, fmt.Errorf("read the boot ID: %w", err)
-	}
-	h, err := hex.DecodeString(strings.ReplaceAll(strings.TrimSpace(string(b)), "-", ""))
-	if err != nil || len(h) != len(id) {
-		return id, fmt.Errorf("read the boot ID: %s holds %q", path, b)
-	}
-	return bootID(h), nil
-}
-
 // words is how many 64-bit words hold n bits.
 func words(n int) int { return (n + 63) / 64 }
 
@@ -58,11 +41,6 @@ type maps struct {
 	segments []uint64
 	blocks   []uint64 // present
 	runs     []uint64 // present because a page run wrote it
-}
-
-func newMaps(l *Layout) maps {
-	k := words(int(l.Blocks()))
-	return maps{segments: make([]uint64, words(l.Segments())), blocks: make([]uint64, k), runs: make([]uint64, k)}
 }
 
 // held is what is believed to be in an arena: segments, and blocks written by
@@ -284,7 +262,7 @@ func presenceSize(l *Layout) int64 {
 func oldPresenceSize(l *Layout) int64 { return presenceSize(l) - 8*int64(words(int(l.Blocks()))) }
 
 // presenceHead writes the header of l's presence file for a boot.
-func presenceHead(version uint32, l *Layout, boot bootID) []byte {
+func presenceHead(version uint32, l *Layout, boot kernel.BootID) []byte {
 	b := make([]byte, presenceUsed+4)
 	copy(b, presenceMagic)
 	binary.LittleEndian.PutUint32(b[8:], version)
@@ -305,7 +283,7 @@ var errOtherBoot = errors.New("of an earlier boot")
 
 // checkPresence says why the bytes of a presence file cannot be believed, or
 // returns what they mark.
-func checkPresence(b []byte, l *Layout, boot bootID) (held, error) {
+func checkPresence(b []byte, l *Layout, boot kernel.BootID) (held, error) {
 	if int64(len(b)) != presenceSize(l) {
 		return held{}, fmt.Errorf("%d bytes long, want %d", len(b), presenceSize(l))
 	}
@@ -319,7 +297,7 @@ func checkPresence(b []byte, l *Layout, boot bootID) (held, error) {
 	if version != mapsVersion && version != oldVersion {
 		return held{}, fmt.Errorf("version %d, want %d", version, mapsVersion)
 	}
-	var found bootID
+	var found kernel.BootID
 	copy(found[:], b[48:])
 	if want := presenceHead(version, l, found); string(want) != string(b[:len(want)]) {
 		return held{}, errors.New("of another layout")
@@ -403,7 +381,7 @@ func (zeroReader) Read(b []byte) (int, error) { clear(b); return len(b), nil }
 func (p *presence) distrust() { clear(p.mem[:presenceUsed+4]) }
 
 // trust makes the maps count for a boot.
-func (p *presence) trust(l *Layout, boot bootID) {
+func (p *presence) trust(l *Layout, boot kernel.BootID) {
 	head := presenceHead(mapsVersion, l, boot)
 	// The magic comes last: until then the file is not a presence map.
 	copy(p.mem[8:], head[8:])
@@ -489,40 +467,4 @@ func decodeDurable(b []byte, l *Layout) (held, error) {
 		return held{}, errors.New("bits are set after the last block")
 	}
 	return have, nil
-}
-
-// writeDurable replaces dir's durable file by b, so that after a power cut the
-// old bytes or the new ones are there.
-func writeDurable(dir string, b []byte) (err error) {
-	path := filepath.Join(dir, durableName)
-	f, err := os.OpenFile(path+".new", os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o600)
-	if err != nil {
-		return err
-	}
-	if _, err = f.Write(b); err == nil {
-		err = f.Sync()
-	}
-	if cerr := f.Close(); err == nil {
-		err = cerr
-	}
-	if err == nil {
-		err = os.Rename(path+".new", path)
-	}
-	if err != nil {
-		os.Remove(path + ".new")
-		return err
-	}
-	return syncDir(dir)
-}
-
-func syncDir(dir string) error {
-	d, err := os.Open(dir)
-	if err != nil {
-		return err
-	}
-	err = d.Sync()
-	if cerr := d.Close(); err == nil {
-		err = cerr
-	}
-	return err
 }

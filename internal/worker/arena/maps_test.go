@@ -13,15 +13,16 @@ import (
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/format/toc"
 	"hydrofoil.dev/foil/internal/format/trace"
+	"hydrofoil.dev/foil/internal/kernel"
 )
 
 var update = flag.Bool("update", false, "write the golden files")
 
 // goldenArena has its segments 0, 3 and 9 and one page of 6 present and durable, and 1 and
 // another page of 6 present.
-func goldenArena(t *testing.T) (*Arena, bootID) {
+func goldenArena(t *testing.T) (*Arena, kernel.BootID) {
 	c, data := example()
-	boot := bootID([]byte("one boot's ID..."))
+	boot := kernel.BootID([]byte("one boot's ID..."))
 	a, err := create(t.TempDir(), layout(t, c, nil), boot)
 	if err != nil {
 		t.Fatal(err)
@@ -90,7 +91,7 @@ func TestVersion1(t *testing.T) {
 			if _, err := f.WriteAt(contents(l, data), 0); err != nil {
 				t.Fatal(err)
 			}
-			a, err := open(dir, f, l, bootID([]byte(tc.boot)))
+			a, err := open(dir, f, l, kernel.BootID([]byte(tc.boot)))
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -107,7 +108,7 @@ func TestVersion1(t *testing.T) {
 			if err := a.Sync(context.Background()); err != nil {
 				t.Fatal(err)
 			}
-			for _, boot := range []bootID{bootID([]byte(tc.boot)), {1}} {
+			for _, boot := range []kernel.BootID{kernel.BootID([]byte(tc.boot)), {1}} {
 				a.Close()
 				f, err := os.OpenFile(filepath.Join(dir, FileName), os.O_RDWR, 0)
 				if err != nil {
@@ -275,7 +276,7 @@ func fuzzLayout(t testing.TB) *Layout {
 
 func FuzzPresence(f *testing.F) {
 	l := fuzzLayout(f)
-	boot := bootID{7}
+	boot := kernel.BootID{7}
 	seed := make([]byte, presenceSize(l))
 	m := presenceMaps(seed, l)
 	m.fill(l, held{})
@@ -360,4 +361,9 @@ func BenchmarkNewLayout(b *testing.B) {
 		}
 		l.Repeated(0)
 	}
+}
+
+func newMaps(l *Layout) maps {
+	k := words(int(l.Blocks()))
+	return maps{segments: make([]uint64, words(l.Segments())), blocks: make([]uint64, k), runs: make([]uint64, k)}
 }

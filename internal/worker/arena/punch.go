@@ -7,6 +7,8 @@ import (
 	"path/filepath"
 
 	"golang.org/x/sys/unix"
+
+	"hydrofoil.dev/foil/internal/durable"
 )
 
 // Range is a part of an arena, in bytes.
@@ -23,7 +25,7 @@ func Punch(dir string, keep []Range) (freed int64, err error) {
 	path := filepath.Join(dir, FileName)
 	what := func(err error) error { return fmt.Errorf("free what is not needed of arena %s: %w", dir, err) }
 	_, err = removeMaps(dir)
-	if err = errors.Join(err, syncDir(dir)); err != nil {
+	if err = errors.Join(err, durable.Sync(dir)); err != nil {
 		return 0, what(err)
 	}
 	f, err := os.OpenFile(path, os.O_RDWR, 0)

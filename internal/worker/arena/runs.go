@@ -277,6 +277,14 @@ func (a *Arena) agrees(off int64, data []byte) error {
 // be said in bundle.Have.Pages.
 func (a *Arena) PresentRuns() []trace.Run { return a.runs(false) }
 
+// PresentPages is PresentRuns, encoded; nil when there are none.
+func (a *Arena) PresentPages() []byte {
+	if runs := a.PresentRuns(); len(runs) > 0 {
+		return trace.AppendRuns(nil, runs)
+	}
+	return nil
+}
+
 // EarlyRuns returns all page runs that were written as such, in the same way,
 // whether their segments have come since or not.
 func (a *Arena) EarlyRuns() []trace.Run { return a.runs(true) }

@@ -2,6 +2,7 @@ package arena
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"sync"
@@ -26,6 +27,10 @@ type waiter struct {
 }
 
 func (w *waits) init() { w.byBlock = make(map[int][]*waiter) }
+
+// ErrAnother is the cause with which a read's context ends that is to wait by
+// another stream: it has not failed.
+var ErrAnother = errors.New("another stream brings it")
 
 // Wait returns nil when every block of [off, off+n) is present, and an error
 // when ctx ends, the arena is closed or it has failed (see Fail) before that.

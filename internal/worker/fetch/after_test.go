@@ -2,14 +2,13 @@ package fetch
 
 import (
 	"errors"
-	"fmt"
 	"net/http"
-	"net/http/httptest"
 	"strings"
 	"testing"
 	"time"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/worker/remote"
 )
 
 // A server, or what is in front of it, that asks not to be asked again for a while is
@@ -27,11 +26,11 @@ func TestRetryAfter(t *testing.T) {
 		"too long":         {[]script{{status: http.StatusServiceUnavailable, after: "30"}}, 1, "which asks to be asked again in 30s, try again then"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
+			with(t, m, func(t *testing.T, s *server, w *worker) {
 				s.scripts = tc.answers
-				c := s.client(t, ClientOptions{})
+				c := s.client(t, remote.Options{})
 				defer c.Close()
-				err := Start(t.Context(), w.options(c, 1)).Wait()
+				err := Start(t.Context(), w.options(c)).Wait()
 				if tc.says == "" {
 					if err != nil {
 						t.Fatal(err)
@@ -53,33 +52,21 @@ func TestRetryAfter(t *testing.T) {
 	}
 }
 
-// What is asked for is bounded, and taken from those who may ask.
-func TestAsked(t *testing.T) {
+// An answer that would be the same again ends the pull.
+func TestAskingAgain(t *testing.T) {
 	for _, tc := range []struct {
-		status int
-		after  string
-		want   time.Duration
+		err  error
+		want bool
 	}{
-		{http.StatusServiceUnavailable, "5", 5 * time.Second},
-		{http.StatusTooManyRequests, "86400", MostAfter},
-		{http.StatusTooManyRequests, "", 0},
-		{http.StatusBadGateway, "5", 0},
-		{http.StatusNotFound, "5", 0},
+		{&remote.StatusError{Status: 404}, true},
+		{&remote.StatusError{Status: 501}, true},
+		{&remote.StatusError{Status: 429}, false},
+		{&remote.StatusError{Status: 502}, false},
+		{&remote.StatusError{Status: 404, Said: &bundle.Error{Code: bundle.CodeNotFound}}, true},
+		{&remote.StatusError{Status: 400, Said: &bundle.Error{Code: bundle.CodeUnavailable}}, false},
 	} {
-		srv := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
-			w.Header().Set("Retry-After", tc.after)
-			w.WriteHeader(tc.status)
-		}))
-		c, err := NewClient(ClientOptions{Base: srv.URL})
-		if err != nil {
-			t.Fatal(err)
+		if got := isFinal(tc.err); got != tc.want {
+			t.Errorf("%v: %v", tc.err, got)
 		}
-		err = c.Post(t.Context(), bundle.PullPath, nil, nil)
-		if got := Asked(fmt.Errorf("pull: %w", err)); got != tc.want {
-			t.Errorf("%d, %q: %v, want %v (%v)", tc.status, tc.after, got, tc.want, err)
-		}
-		c.Close()
-		srv.Close()
 	}
-	noneLeft(t)
 }

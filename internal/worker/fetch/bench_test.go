@@ -19,6 +19,7 @@ import (
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/format/toc"
 	"hydrofoil.dev/foil/internal/worker/arena"
+	"hydrofoil.dev/foil/internal/worker/remote"
 )
 
 // benchFrame is a frame and the segments (indices into the TOC's) that it holds.
@@ -207,7 +208,7 @@ func BenchmarkPull(b *testing.B) {
 	}
 	go s.Serve(l)
 	defer s.Close()
-	c, err := NewClient(ClientOptions{Base: "http://" + l.Addr().String()})
+	c, err := remote.New(remote.Options{Base: "http://" + l.Addr().String()})
 	if err != nil {
 		b.Fatal(err)
 	}
@@ -219,7 +220,7 @@ func BenchmarkPull(b *testing.B) {
 			Client: c,
 			Request: bundle.Request{
 				Versions: []int{1},
-				Images:   []bundle.ImageRequest{{Repository: "bench", Reference: "latest"}},
+				Image:    bundle.ImageRequest{Repository: "bench", Reference: "latest"},
 				Have:     []bundle.Have{{ChainID: header.ChainID, TOC: header.TOCDigest, Present: []byte{}}},
 			},
 			Open: func(context.Context, *bundle.Image, *toc.TOC) (*arena.Arena, error) {
@@ -268,11 +269,10 @@ func BenchmarkMemory(b *testing.B) {
 		if err != nil {
 			b.Fatal(err)
 		}
-		p := &Pull{}
 		copied := *plan
 		copied.Frames, copied.Segments = slices.Clone(plan.Frames), slices.Clone(plan.Segments)
-		s := &stream{p: p, frameOf: map[*arena.Arena][]uint32{}, bases: []int{0}, order: []*target{{arena: a}}}
-		if err := s.index(context.Background(), &copied); err != nil {
+		s, err := newIndex(&copied, l, nil)
+		if err != nil {
 			b.Fatal(err)
 		}
 		b.ReportMetric(float64(heap()-before)/files, "B/segment")

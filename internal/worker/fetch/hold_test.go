@@ -9,6 +9,7 @@ import (
 
 	"hydrofoil.dev/foil/internal/format/trace"
 	"hydrofoil.dev/foil/internal/worker/arena"
+	"hydrofoil.dev/foil/internal/worker/remote"
 )
 
 // held is a pull whose server holds back what follows the startup set.
@@ -22,9 +23,9 @@ type held struct {
 func holding(t *testing.T, s *server, w *worker, change func(*Options)) *held {
 	t.Helper()
 	s.group = 1
-	c := s.client(t, ClientOptions{})
+	c := s.client(t, remote.Options{})
 	t.Cleanup(c.Close)
-	o := startupOptions(w, c, 1)
+	o := startupOptions(w, c)
 	o.Hold = 20 * time.Second
 	early := make(chan struct{}, 10)
 	o.Early = func(Startup) { early <- struct{}{} }
@@ -34,7 +35,7 @@ func holding(t *testing.T, s *server, w *worker, change func(*Options)) *held {
 	h := &held{Pull: Start(t.Context(), o)}
 	t.Cleanup(func() { h.Stop(); <-h.done })
 	<-early
-	m := s.images["image0"]
+	m := s.image
 	h.a = w.arena(t, m)
 	l := h.a.Layout()
 	for i := range l.Segments() {
@@ -87,7 +88,7 @@ func TestHold(t *testing.T) {
 	m.startup = [][]trace.Run{{{Content: m.index(blob(98, 6000)), First: 0, Blocks: 2}}}
 	run := func(name string, change func(*Options), fn func(t *testing.T, s *server, w *worker, h *held)) {
 		t.Run(name, func(t *testing.T) {
-			with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
+			with(t, m, func(t *testing.T, s *server, w *worker) {
 				h := holding(t, s, w, change)
 				fn(t, s, w, h)
 				h.end(t, w)
@@ -106,8 +107,8 @@ func TestHold(t *testing.T) {
 		h.miss(t, h.absent[n/2])
 		h.miss(t, h.absent[n/2+1])
 		h.mu.Lock()
-		if !h.hold.on || h.hold.misses != 1 {
-			t.Errorf("the hold goes on: %t; %d misses", h.hold.on, h.hold.misses)
+		if !h.schedule.hold.on || h.schedule.hold.misses != 1 {
+			t.Errorf("the hold goes on: %t; %d misses", h.schedule.hold.on, h.schedule.hold.misses)
 		}
 		h.mu.Unlock()
 		h.Release()
@@ -127,12 +128,12 @@ func TestHold(t *testing.T) {
 func TestHoldMissedOften(t *testing.T) {
 	m := newImage(t, "a", append(files(10), blob(98, 6000), blob(99, 24<<20))...)
 	m.startup = [][]trace.Run{{{Content: m.index(blob(98, 6000)), First: 0, Blocks: 2}}}
-	with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
+	with(t, m, func(t *testing.T, s *server, w *worker) {
 		h := holding(t, s, w, nil)
 		for _, at := range h.absent {
 			h.miss(t, at)
 			h.mu.Lock()
-			on, misses, brought := h.hold.on, h.hold.misses, h.hold.brought
+			on, misses, brought := h.schedule.hold.on, h.schedule.hold.misses, h.schedule.hold.brought
 			h.mu.Unlock()
 			if !on {
 				if brought < aroundAll || brought > aroundAll+2*aroundMost || misses > 12 {
@@ -149,13 +150,13 @@ func TestHoldMissedOften(t *testing.T) {
 // TestHoldReleasedBefore: the server was asked to hold when there is a need for it no more.
 func TestHoldReleasedBefore(t *testing.T) {
 	m, _, _, _ := startupImage(t)
-	with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
+	with(t, m, func(t *testing.T, s *server, w *worker) {
 		var p *Pull
 		started := make(chan struct{})
 		s.scripts = []script{{early: func() { <-started; p.Release() }}}
-		c := s.client(t, ClientOptions{})
+		c := s.client(t, remote.Options{})
 		defer c.Close()
-		o := startupOptions(w, c, 1)
+		o := startupOptions(w, c)
 		o.Hold = 20 * time.Second
 		p = Start(t.Context(), o)
 		close(started)
@@ -169,7 +170,7 @@ func TestHoldReleasedBefore(t *testing.T) {
 // TestHoldUnknown: a server that knows no holds sends all, and what is promoted first.
 func TestHoldUnknown(t *testing.T) {
 	m, _, _, _ := startupImage(t)
-	with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
+	with(t, m, func(t *testing.T, s *server, w *worker) {
 		s.scripts = []script{{noHold: true, before: func(pos int, s *serving) {
 			if pos == 0 {
 				<-s.arrived
@@ -185,11 +186,11 @@ func TestHoldUnknown(t *testing.T) {
 func TestHoldWithoutSet(t *testing.T) {
 	m, _, _, _ := startupImage(t)
 	m.startup = nil
-	with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
-		c := s.client(t, ClientOptions{})
+	with(t, m, func(t *testing.T, s *server, w *worker) {
+		c := s.client(t, remote.Options{})
 		defer c.Close()
-		o := startupOptions(w, c, 1)
-		o.Request.Images[0].Startup = false
+		o := startupOptions(w, c)
+		o.Request.Image.Startup = false
 		o.Hold = time.Hour
 		if err := Start(t.Context(), o).Wait(); err != nil {
 			t.Fatal(err)
@@ -204,7 +205,7 @@ func TestHoldResumed(t *testing.T) {
 	m, _, _, _ := startupImage(t)
 	for name, release := range map[string]bool{"held": false, "released": true} {
 		t.Run(name, func(t *testing.T) {
-			with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
+			with(t, m, func(t *testing.T, s *server, w *worker) {
 				cut := make(chan struct{})
 				s.scripts = []script{{noHold: true, before: func(int, *serving) {
 					<-cut
@@ -234,7 +235,7 @@ func TestHoldResumed(t *testing.T) {
 // would be taken for a stream that stalled.
 func TestHoldMost(t *testing.T) {
 	for _, c := range []struct{ stall, want time.Duration }{{0, 30 * time.Second}, {10 * time.Second, 5 * time.Second}} {
-		client, err := NewClient(ClientOptions{Base: "http://server.test", StallTimeout: c.stall})
+		client, err := remote.New(remote.Options{Base: "http://server.test", StallTimeout: c.stall})
 		if err != nil {
 			t.Fatal(err)
 		}

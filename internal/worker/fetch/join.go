@@ -5,12 +5,10 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"slices"
+	"sync"
 	"time"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
-	"hydrofoil.dev/foil/internal/format/trace"
-	"hydrofoil.dev/foil/internal/worker/arena"
 )
 
 // A service that joins a pull has a startup set too, of which most is likely to
@@ -20,104 +18,79 @@ import (
 // That stream's plan is as it was: a segment that the pages complete comes
 // again, and is compared.
 
+// services are those that have joined a pull.
+type services struct {
+	p       *Pull
+	planned chan struct{}  // closed when the first plan, and what came before it, is here
+	asked   sync.WaitGroup // their goroutines
+	ctx     context.Context
+	leave   context.CancelFunc // ends ctx
+
+	// Guarded by p.mu.
+	begun bool // planned is closed
+	over  bool // nobody joins any more
+}
+
+func (v *services) init(p *Pull) {
+	v.p, v.planned = p, make(chan struct{})
+	v.ctx, v.leave = context.WithCancel(p.ctx)
+}
+
+// plannedLocked has the sets of services asked for. p.mu is held.
+func (v *services) plannedLocked() {
+	if !v.begun {
+		v.begun = true
+		close(v.planned)
+	}
+}
+
+// end ends them, and waits for that. None comes any more.
+func (v *services) end() {
+	v.p.mu.Lock()
+	v.over = true
+	v.p.mu.Unlock()
+	v.leave()
+	v.asked.Wait()
+}
+
 // join is one service that has joined.
 type join struct {
 	p       *Pull
-	image   int // index in the request
 	service bundle.ImageRequest
-
-	// The rest is guarded by p.mu.
-	asked  bool // what comes is not known yet, and will be soon
-	arena  *arena.Arena
-	blocks []uint64 // of the arena that will come; nil: none
+	set     joining // of the schedule; guarded by p.mu
 }
 
 // Join has what the worker lacks of the startup set of another service come as
 // soon as the first one's has arrived. The service is what runs in a container of the
-// pull's image with the given index: see bundle.ImageRequest. A set that cannot
+// pull's image: see bundle.ImageRequest. A set that cannot
 // be had is no failure: its pages come with the rest.
-func (p *Pull) Join(image int, entrypoint, args []string) {
+func (p *Pull) Join(entrypoint, args []string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.over {
+	if p.services.over {
 		return
 	}
-	j := &join{p: p, image: image, service: bundle.ImageRequest{Entrypoint: entrypoint, Args: args}, asked: true}
-	p.joins = append(p.joins, j)
-	p.joining.Go(j.run)
+	j := &join{p: p, service: bundle.ImageRequest{Entrypoint: entrypoint, Args: args}}
+	p.decideLocked(func(s *schedule, now time.Time) { s.joined(now, &j.set, true, nil) })
+	p.services.asked.Go(j.run)
 }
 
-// endJoins ends them, and waits for that. None comes any more.
-func (p *Pull) endJoins() {
-	p.mu.Lock()
-	p.over = true
-	p.mu.Unlock()
-	p.leave()
-	p.joining.Wait()
-}
-
-// brings reports whether all that a read lacks comes with the startup sets of the
-// current stream, or with that of a service that has joined: then nothing is promoted for it.
-// p.mu is held.
-func (p *Pull) brings(r *reading) bool {
-	if p.current != nil && p.current.bringsPages(r) {
-		return true
-	}
-	return slices.ContainsFunc(p.joins, func(j *join) bool {
-		if j.asked {
-			return j.arena == nil || j.arena == r.arena
-		}
-		if j.blocks == nil || j.arena != r.arena {
-			return false
-		}
-		return r.within(j.blocks)
-	})
-}
-
-// expect says what comes: by runs, or, when nothing is known, nothing. What
-// waits for something else is promoted.
-func (j *join) expect(runs []trace.Run) {
-	p := j.p
-	var blocks []uint64
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if j.arena != nil && len(runs) > 0 {
-		blocks = markBlocks(nil, j.arena, runs)
-	}
-	j.asked, j.blocks = false, blocks
-	p.promoteWaiting()
-}
-
-// promoteWaiting has what reads wait for promoted, unless it is about to come.
-// p.mu is held.
-func (p *Pull) promoteWaiting() {
-	if p.current == nil {
-		return
-	}
-	for r := range p.wanted {
-		if !r.kept && !p.brings(r) {
-			p.current.wantAll(r)
-		}
-	}
+// expect says what comes: these blocks; nil: nothing that is known.
+func (j *join) expect(blocks []uint64) {
+	j.p.decide(func(s *schedule, now time.Time) { s.joined(now, &j.set, false, blocks) })
 }
 
 func (j *join) run() {
 	p := j.p
-	ctx := p.joinCtx
-	defer func() {
-		p.mu.Lock()
-		p.joins = slices.DeleteFunc(p.joins, func(k *join) bool { return k == j })
-		p.promoteWaiting()
-		p.mu.Unlock()
-	}()
+	ctx := p.services.ctx
+	defer p.decide(func(s *schedule, now time.Time) { s.left(now, &j.set) })
 	select {
-	case <-p.planned:
+	case <-p.services.planned:
 	case <-ctx.Done():
 		return
 	}
 	p.mu.Lock()
-	t := p.targets[j.image]
-	j.arena = t.arena
+	t := p.target
 	p.mu.Unlock()
 	if t.arena == nil {
 		return // all of it is elsewhere, and here
@@ -155,33 +128,32 @@ func (j *join) ask(ctx context.Context, t *target) (err error) {
 	defer cancel(nil)
 	req := p.request()
 	p.mu.Lock()
-	want := p.images[j.image]
+	want := p.image
 	if p.current != nil {
 		req.Ahead = p.current.id
 	}
-	j.asked = true
+	p.decideLocked(func(s *schedule, now time.Time) { s.joined(now, &j.set, true, nil) })
 	p.mu.Unlock()
 	want.Header, want.Startup = true, true
 	want.Entrypoint, want.Args = j.service.Entrypoint, j.service.Args
-	req.Images = []bundle.ImageRequest{want}
+	req.Image = want
 	timer := time.AfterFunc(p.opts.JoinPatience, func() { j.expect(nil) })
 	defer timer.Stop()
-	resp, err := p.opts.Client.post(ctx, bundle.PullPath, &req)
+	resp, err := p.opts.Client.Stream(ctx, bundle.PullPath, &req)
 	if err != nil {
 		return err
 	}
 	defer resp.Close()
-	resp.moved = &p.moved
-	s := &stream{p: p, cancel: cancel}
-	err = j.read(ctx, s, resp, &req, t, timer)
+	s := &stream{p: p, cancel: cancel, beside: true}
+	err = j.read(ctx, s, counted{resp, &p.counts.moved}, &req, t, timer)
 	s.jobs.Wait()
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if err == nil {
-		p.told(req.Damaged)
+		p.damage.told(req.Damaged)
 	}
 	if err == nil && s.bad > 0 {
-		return errAgain
+		return errRestart
 	}
 	return err
 }
@@ -189,10 +161,10 @@ func (j *join) ask(ctx context.Context, t *target) (err error) {
 func (j *join) read(ctx context.Context, s *stream, resp io.Reader, req *bundle.Request, t *target, unknown *time.Timer) error {
 	p := j.p
 	var held *buffer // a frame's buffer, until a worker has it
-	defer func() { p.putBuffer(held) }()
+	defer func() { p.pipe.putBuffer(held) }()
 	r := bundle.NewReader(resp, bundle.ReaderOptions{Request: req, Buffer: func(n int) []byte {
-		p.putBuffer(held)
-		held = p.getBuffer(ctx, n)
+		p.pipe.putBuffer(held)
+		held = p.pipe.getBuffer(ctx, n)
 		return held.bytes
 	}})
 	t = &target{header: t.header, arena: t.arena} // its TOC is the other stream's
@@ -223,19 +195,17 @@ func (j *join) read(ctx context.Context, s *stream, resp io.Reader, req *bundle.
 				return err
 			}
 			unknown.Stop()
-			p.pagesTotal.Add(v.ContentBytes())
-			if p.total.Load() > 0 {
-				p.total.Add(v.MaxBytes())
+			p.counts.pagesTotal.Add(v.ContentBytes())
+			if p.counts.total.Load() > 0 {
+				p.counts.total.Add(v.MaxBytes())
 			}
-			j.expect(v.Runs)
+			j.expect(taken.blocks())
 		case *bundle.Here:
-			// The image is that of the pull, whatever its place in this request.
-			v.Index = j.image
 			if err := p.here(ctx, t, v); err != nil {
 				return err
 			}
 		case *bundle.Pages:
-			p.pagesMoved.Add(int64(len(v.Data)))
+			p.counts.pagesMoved.Add(int64(len(v.Data)))
 			one := job{stream: s, set: taken, frame: v.Frame, data: v.Data, buffer: held}
 			held = nil
 			if err := s.hand(ctx, one); err != nil {

@@ -9,6 +9,7 @@ import (
 
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/format/trace"
+	"hydrofoil.dev/foil/internal/worker/remote"
 )
 
 // joined is startupImage with another service, whose set has a page and a file
@@ -30,7 +31,7 @@ const otherRaw = 3*4096 + 2*4096
 // waiting, and no read of it is promoted; one of something else is.
 func TestJoin(t *testing.T) {
 	m, large := joined(t)
-	with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
+	with(t, m, func(t *testing.T, s *server, w *worker) {
 		brought, answer := make(chan struct{}), make(chan struct{})
 		s.scripts = []script{
 			{before: func(pos int, v *serving) {
@@ -46,12 +47,12 @@ func TestJoin(t *testing.T) {
 				return data
 			}},
 		}
-		c := s.client(t, ClientOptions{})
+		c := s.client(t, remote.Options{})
 		defer c.Close()
-		o := startupOptions(w, c, 1)
+		o := startupOptions(w, c)
 		o.PromoteBeyond, o.JoinPatience = -1, time.Hour
 		p := Start(t.Context(), o)
-		p.Join(0, nil, []string{"other"})
+		p.Join(nil, []string{"other"})
 		a := w.arena(t, m)
 		at, _ := a.Layout().Offset(int(large))
 		first := p.Progress
@@ -63,7 +64,7 @@ func TestJoin(t *testing.T) {
 		until(t, "they wait, and it is known what comes", func() bool {
 			p.mu.Lock()
 			defer p.mu.Unlock()
-			return len(p.wanted) == 2 && len(p.joins) == 1 && p.joins[0].blocks != nil
+			return len(p.schedule.reads) == 2 && len(p.schedule.joins) == 1 && p.schedule.joins[0].blocks != nil
 		})
 		if len(s.promotions) != 0 {
 			t.Errorf("promoted: %v", s.promotions)
@@ -88,7 +89,7 @@ func TestJoin(t *testing.T) {
 			t.Fatalf("%d requests, promotions %v", len(s.requests), s.promotions)
 		}
 		req := s.requests[1]
-		if v := req.Images[0]; !v.Header || !v.Startup || !slices.Equal(v.Args, []string{"other"}) || v.Reference != m.Manifest.Digest.String() || req.Ahead != "stream0" {
+		if v := req.Image; !v.Header || !v.Startup || !slices.Equal(v.Args, []string{"other"}) || v.Reference != m.Manifest.Digest.String() || req.Ahead != "stream0" {
 			t.Errorf("asked for %+v", req)
 		}
 		if raw := first().Startup.Raw; raw != 3*4096+6000+40_000+4096+otherRaw {
@@ -114,7 +115,7 @@ func TestJoinBreaks(t *testing.T) {
 		"damaged": damagePages(1),
 	} {
 		t.Run(name, func(t *testing.T) {
-			with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
+			with(t, m, func(t *testing.T, s *server, w *worker) {
 				brought := make(chan struct{})
 				s.scripts = []script{
 					{before: func(pos int, _ *serving) {
@@ -124,10 +125,10 @@ func TestJoinBreaks(t *testing.T) {
 					}},
 					{pages: pages},
 				}
-				c := s.client(t, ClientOptions{})
+				c := s.client(t, remote.Options{})
 				defer c.Close()
-				p := Start(t.Context(), startupOptions(w, c, 1))
-				p.Join(0, nil, []string{"other"})
+				p := Start(t.Context(), startupOptions(w, c))
+				p.Join(nil, []string{"other"})
 				until(t, "all of it is here", func() bool {
 					return p.Progress().Startup.Raw == 3*4096+6000+40_000+4096+otherRaw
 				})
@@ -154,18 +155,18 @@ func TestJoinRefused(t *testing.T) {
 		"changed": {image: func(v *bundle.Image) { v.TOCDigest = v.ChainID }},
 	} {
 		t.Run(name, func(t *testing.T) {
-			with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
+			with(t, m, func(t *testing.T, s *server, w *worker) {
 				s.scripts = []script{{before: func(pos int, v *serving) {
 					if pos == 0 {
 						<-v.arrived
 					}
 				}}, refusal}
-				c := s.client(t, ClientOptions{})
+				c := s.client(t, remote.Options{})
 				defer c.Close()
-				o := startupOptions(w, c, 1)
+				o := startupOptions(w, c)
 				o.PromoteBeyond = -1
 				p := Start(t.Context(), o)
-				p.Join(0, nil, []string{"other"})
+				p.Join(nil, []string{"other"})
 				a := w.arena(t, m)
 				at, _ := a.Layout().Offset(int(large))
 				if err := p.Need(context.Background(), a, at+301*4096, 4096); err != nil {
@@ -175,7 +176,7 @@ func TestJoinRefused(t *testing.T) {
 					t.Fatal(err)
 				}
 				w.check()
-				p.Join(0, nil, []string{"late"}) // nobody listens
+				p.Join(nil, []string{"late"}) // nobody listens
 			})
 		})
 	}

@@ -24,7 +24,7 @@ func keptImage(t *testing.T) (m *image, content uint32) {
 // TestKeepFilled: of filled pages what is read is written, and the rest when the start is over.
 func TestKeepFilled(t *testing.T) {
 	m, content := keptImage(t)
-	with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
+	with(t, m, func(t *testing.T, s *server, w *worker) {
 		h := holding(t, s, w, nil)
 		base, _ := h.a.Layout().Offset(int(content))
 		at := func(page int64) int64 { return base + page*arena.BlockSize }
@@ -42,8 +42,8 @@ func TestKeepFilled(t *testing.T) {
 			t.Errorf("%d bytes are written", n)
 		}
 		h.mu.Lock()
-		if h.hold.misses != 0 || len(h.kept) != 1 {
-			t.Errorf("%d misses, %d frames kept", h.hold.misses, len(h.kept))
+		if h.schedule.hold.misses != 0 || len(h.schedule.kept) != 1 {
+			t.Errorf("%d misses, %d frames kept", h.schedule.hold.misses, len(h.schedule.kept))
 		}
 		h.mu.Unlock()
 		// What was not sent is promoted; of what comes with it a part is written.
@@ -52,8 +52,8 @@ func TestKeepFilled(t *testing.T) {
 			t.Error("all of the frames that a miss brought is written")
 		}
 		h.mu.Lock()
-		if h.hold.misses != 1 {
-			t.Errorf("%d misses", h.hold.misses)
+		if h.schedule.hold.misses != 1 {
+			t.Errorf("%d misses", h.schedule.hold.misses)
 		}
 		h.mu.Unlock()
 		// A read of both: a filled page, and the one after it.
@@ -72,7 +72,7 @@ func TestKeepFilled(t *testing.T) {
 // TestKeepNothing: who is not held back has all written as it comes.
 func TestKeepNothing(t *testing.T) {
 	m, content := keptImage(t)
-	with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
+	with(t, m, func(t *testing.T, s *server, w *worker) {
 		h := holding(t, s, w, func(o *Options) { o.Hold = 0 })
 		base, _ := h.a.Layout().Offset(int(content))
 		if !h.a.Present(base+108*arena.BlockSize, 4*arena.BlockSize) {
@@ -87,7 +87,7 @@ func TestKeepDamaged(t *testing.T) {
 	m, content := keptImage(t)
 	for name, read := range map[string]bool{"read": true, "not read": false} {
 		t.Run(name, func(t *testing.T) {
-			with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
+			with(t, m, func(t *testing.T, s *server, w *worker) {
 				s.scripts = []script{{pages: damagePages(1)}}
 				h := holding(t, s, w, nil)
 				if read {
@@ -107,14 +107,14 @@ func TestKeepDamaged(t *testing.T) {
 // TestKeepStopped: what is kept is written, or let go, before the pull has ended.
 func TestKeepStopped(t *testing.T) {
 	m, _ := keptImage(t)
-	with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
+	with(t, m, func(t *testing.T, s *server, w *worker) {
 		h := holding(t, s, w, nil)
 		h.Stop()
 		if err := h.Wait(); err == nil {
 			t.Error("no error")
 		}
-		if len(h.kept) > 0 {
-			t.Errorf("%d frames are kept", len(h.kept))
+		if len(h.schedule.kept) > 0 {
+			t.Errorf("%d frames are kept", len(h.schedule.kept))
 		}
 	})
 }

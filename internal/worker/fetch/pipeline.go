@@ -3,14 +3,44 @@ package fetch
 import (
 	"context"
 	"errors"
-	"fmt"
 	"sync"
+	"sync/atomic"
+	"time"
 
-	"hydrofoil.dev/foil/internal/format/bundle"
+	"golang.org/x/sync/semaphore"
+
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/kernel"
 	"hydrofoil.dev/foil/internal/worker/arena"
 )
+
+// inFlight bounds the compressed frames between the stream and the workers,
+// bytes.
+const inFlight = 8 << 20
+
+// pipeline verifies, decompresses and writes frames, and makes what is written durable.
+type pipeline struct {
+	p       *Pull
+	work    sync.WaitGroup // workers, the syncer and the promoter
+	jobs    chan job
+	room    *semaphore.Weighted // of inFlight
+	buffers sync.Pool           // *buffer
+	unsync  atomic.Int64        // bytes of frames of the plan, decoded, since the last sync
+	kick    chan struct{}       // a sync is due
+}
+
+func (l *pipeline) init(p *Pull) {
+	l.p, l.jobs, l.room, l.kick = p, make(chan job), semaphore.NewWeighted(inFlight), make(chan struct{}, 1)
+}
+
+// start starts the goroutines, which end when the pull has.
+func (l *pipeline) start() {
+	for range l.p.opts.Workers {
+		l.work.Go(l.worker)
+	}
+	l.work.Go(l.syncer)
+	l.work.Go(l.p.promoter.run)
+}
 
 // job is one frame for a worker.
 type job struct {
@@ -34,8 +64,8 @@ type buffer struct {
 // getBuffer returns a buffer of n bytes, once fewer than inFlight are in use.
 // When ctx ends first it returns one all the same: the stream is read no
 // further.
-func (p *Pull) getBuffer(ctx context.Context, n int) *buffer {
-	b, _ := p.buffers.Get().(*buffer)
+func (l *pipeline) getBuffer(ctx context.Context, n int) *buffer {
+	b, _ := l.buffers.Get().(*buffer)
 	if b == nil {
 		b = new(buffer)
 	}
@@ -43,68 +73,69 @@ func (p *Pull) getBuffer(ctx context.Context, n int) *buffer {
 		b.bytes = make([]byte, n, max(n, 256<<10))
 	}
 	b.bytes, b.counted = b.bytes[:n], 0
-	if p.room.Acquire(ctx, int64(n)) == nil {
+	if l.room.Acquire(ctx, int64(n)) == nil {
 		b.counted = int64(n)
 	}
 	return b
 }
 
-func (p *Pull) putBuffer(b *buffer) {
+func (l *pipeline) putBuffer(b *buffer) {
 	if b != nil {
-		p.room.Release(b.counted)
-		p.buffers.Put(b)
+		l.room.Release(b.counted)
+		l.buffers.Put(b)
 	}
 }
 
 // worker decodes frames and writes their segments. While no read waits for any of them the
 // processors are the containers': a service that starts, and finds its pages, does not wait
 // for those that come next to be written.
-func (p *Pull) worker() {
+func (l *pipeline) worker() {
 	priority := kernel.OwnPriority()
 	defer priority.End()
 	// One that grows with the frames would be memory that nothing has touched yet again and again, and
 	// each page of it a page fault. Of this one no more is touched than the largest frame has.
 	raw := make([]byte, 0, segment.DecodeCap)
-	for j := range p.jobs {
+	for j := range l.jobs {
 		switch {
-		case p.ctx.Err() != nil:
+		case l.p.ctx.Err() != nil:
 		default:
-			priority.SetLow(!p.waitedFor())
-			raw = p.writeJob(j, raw)
+			priority.SetLow(!l.waitedFor())
+			raw = l.writeJob(j, raw)
 		}
-		p.putBuffer(j.buffer)
+		l.putBuffer(j.buffer)
 		j.done.Done()
 	}
 }
 
 // waitedFor reports whether a read waits.
-func (p *Pull) waitedFor() bool {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return len(p.wanted) > 0
+func (l *pipeline) waitedFor() bool {
+	l.p.mu.Lock()
+	defer l.p.mu.Unlock()
+	return len(l.p.schedule.reads) > 0
 }
 
 // writeJob writes what a job says. It returns raw, which it may have replaced by a
 // larger buffer.
-func (p *Pull) writeJob(j job, raw []byte) []byte {
+func (l *pipeline) writeJob(j job, raw []byte) []byte {
 	if j.set != nil {
-		return p.writePages(j, raw)
+		return l.writePages(j, raw)
 	}
-	return p.write(j, raw)
+	return l.write(j, raw)
 }
 
 // write writes one frame. It returns raw, which it may have replaced by a
 // larger buffer.
-func (p *Pull) write(j job, raw []byte) []byte {
-	s := j.stream
+func (l *pipeline) write(j job, raw []byte) []byte {
+	p, s := l.p, j.stream
 	raw, err := segment.DecodeFrame(raw[:0], j.data, int(s.plan.Frames[j.frame].RawLength))
 	if err != nil {
-		p.forget(j.kept)
+		l.forget(j.kept)
 		s.damaged(j.frame, nil, err)
 		return raw
 	}
 	written, wrong := int64(0), segment.ID{}
-	err = s.segments(j.frame, func(id segment.ID, from, to int, a *arena.Arena, i int) error {
+	a := s.target.arena
+	err = s.index.segments(j.frame, func(id segment.ID, from, to, i int) error {
 		if id == wrong || a.HasSegment(i) && !a.Layout().Repeated(i) {
 			return nil
 		}
@@ -115,7 +146,7 @@ func (p *Pull) write(j job, raw []byte) []byte {
 			err = j.writeParts(a, i, raw[from:to])
 		}
 		if errors.Is(err, arena.ErrWrongBytes) {
-			p.forget(j.kept)
+			l.forget(j.kept)
 			s.damaged(j.frame, &id, err)
 			wrong = id
 			return nil // the others may be right
@@ -132,72 +163,61 @@ func (p *Pull) write(j job, raw []byte) []byte {
 		return raw // counted when all of it is written
 	}
 	if wrong == (segment.ID{}) {
-		p.frames.Add(1)
+		p.counts.frames.Add(1)
 	}
-	p.wrote(written)
+	l.wrote(written)
 	return raw
 }
 
 // wrote counts bytes of contents that were written from frames of the plan.
-func (p *Pull) wrote(n int64) {
-	p.stored.Add(n)
-	if p.unsync.Add(n) >= p.opts.SyncBytes {
+func (l *pipeline) wrote(n int64) {
+	l.p.counts.stored.Add(n)
+	if l.unsync.Add(n) >= l.p.opts.SyncBytes {
 		select {
-		case p.kick <- struct{}{}:
+		case l.kick <- struct{}{}:
 		default:
 		}
 	}
 }
 
-// damaged counts a frame that did not decode (id nil), or in which a segment
-// was wrong. Nothing of it was marked present, so it is asked for again.
-func (s *stream) damaged(frame uint32, id *segment.ID, err error) {
-	p := s.p
-	var ids []segment.ID
-	if id != nil {
-		ids = []segment.ID{*id}
-	} else {
-		s.segments(frame, func(id segment.ID, _, _ int, _ *arena.Arena, _ int) error {
-			ids = append(ids, id)
-			return nil
-		})
-	}
-	p.log.Warn("damaged frame", "frame", frame, "stream", s.id, "error", err)
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	s.state[frame] |= damaged
-	if !s.countDamage(ids, fmt.Errorf("frame %d: %w", frame, err)) {
-		return
-	}
-	for r := range p.wanted {
-		s.wantAll(r)
-	}
-}
-
-// countDamage counts a frame in which segments or page runs arrived damaged, and
-// reports whether they may come again. The next request names one of them: the
-// server looks at all of its frame. p.mu is held.
-func (s *stream) countDamage(ids []segment.ID, err error) bool {
-	p := s.p
-	p.bad.Add(1)
-	s.bad++
-	if len(ids) > 0 && len(p.claims) < bundle.MaxDamaged {
-		p.claims = append(p.claims, ids[0])
-	}
-	for _, id := range ids {
-		p.damaged[id]++
-		if n := p.damaged[id]; n >= p.opts.Attempts {
-			p.cancel(fmt.Errorf("%s %w from %s %d times: %w: push the image again, the server then looks at all of its copy; if that does not help, something on the way changes bytes", id, ErrDamaged, p.opts.Client.Base(), n, err))
-			return false
+// syncer makes what has arrived durable from time to time.
+func (l *pipeline) syncer() {
+	p := l.p
+	ticker := time.NewTicker(p.opts.SyncEvery)
+	defer ticker.Stop()
+	for {
+		select {
+		case <-p.ctx.Done():
+			return
+		case <-l.kick:
+		case <-ticker.C:
+		}
+		p.counts.rate.add(time.Now(), p.counts.moved.Load())
+		if err := l.sync(p.ctx); err != nil && p.ctx.Err() == nil {
+			p.cancel(err)
+			return
 		}
 	}
-	return true
 }
 
-// again ends the stream, to ask for frames that arrived damaged and that a
-// read waits for. p.mu is held.
-func (s *stream) again() {
-	if !s.ended {
-		s.cancel(errAgain)
+func (l *pipeline) sync(ctx context.Context) error {
+	l.unsync.Store(0)
+	// Before the sync, after which the pages may be in memory no more.
+	if err := l.settle(); err != nil {
+		return err
 	}
+	if a := l.p.arena(); a != nil {
+		return a.Sync(ctx)
+	}
+	return nil
+}
+
+// settle has what pages of startup sets have completed verified, and counted as segments.
+func (l *pipeline) settle() error {
+	a := l.p.arena()
+	if a == nil {
+		return nil
+	}
+	_, err := a.Settle()
+	return err
 }

@@ -1,7 +1,9 @@
 package fetch
 
 import (
+	"io"
 	"sync"
+	"sync/atomic"
 	"time"
 )
 
@@ -11,10 +13,10 @@ type Progress struct {
 	Total int64 // what Moved will be at the end, at most; 0 while unknown
 	Rate  float64
 
-	ContentHere, ContentTotal int64 // bytes of contents in the pull's arenas
-	Written                   int64 // bytes, to these arenas since they were opened
+	ContentHere, ContentTotal int64 // bytes of contents in the pull's arena
+	Written                   int64 // bytes, to it since it was opened
 
-	Stored int64 // bytes of contents that this pull has written to them
+	Stored int64 // bytes of contents that this pull has written to it
 
 	Startup Startup
 
@@ -37,38 +39,67 @@ type Startup struct {
 	Total  int64  // what Raw will be
 }
 
+// counts are what Progress tells.
+type counts struct {
+	moved      atomic.Int64 // bytes of streams
+	total      atomic.Int64 // what moved will be at most; 0: unknown
+	opened     atomic.Int64 // 1: the header has arrived
+	frames     atomic.Int64 // that were written
+	bad        atomic.Int64 // frames that were damaged
+	resumes    atomic.Int64
+	promotions atomic.Int64 // frames asked for ahead of their turn
+	stored     atomic.Int64 // bytes of contents that were written
+	pagesMoved atomic.Int64 // bytes of frames of startup sets
+	pagesRaw   atomic.Int64 // bytes of the page runs in them that were written
+	pagesTotal atomic.Int64 // what pagesRaw will be
+	rate       rate
+}
+
+// arrivals counts the steps forward: the header, and frames written.
+func (c *counts) arrivals() int64 { return c.opened.Load() + c.frames.Load() }
+
 func (p *Pull) startup() Startup {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	return Startup{Origin: p.origin, Moved: p.pagesMoved.Load(), Raw: p.pagesRaw.Load(), Total: p.pagesTotal.Load()}
+	c := &p.counts
+	return Startup{Origin: p.origin, Moved: c.pagesMoved.Load(), Raw: c.pagesRaw.Load(), Total: c.pagesTotal.Load()}
 }
 
 // Progress returns how far the pull is now.
 func (p *Pull) Progress() Progress {
+	c := &p.counts
 	pr := Progress{
-		Moved:      p.moved.Load(),
-		Total:      p.total.Load(),
-		Promotions: p.promotions.Load(),
-		Frames:     p.frames.Load(),
-		Damaged:    p.bad.Load(),
-		Resumes:    p.resumes.Load(),
-		Stored:     p.stored.Load(),
+		Moved:      c.moved.Load(),
+		Total:      c.total.Load(),
+		Promotions: c.promotions.Load(),
+		Frames:     c.frames.Load(),
+		Damaged:    c.bad.Load(),
+		Resumes:    c.resumes.Load(),
+		Stored:     c.stored.Load(),
 		Startup:    p.startup(),
 	}
-	pr.Rate = p.rate.add(time.Now(), pr.Moved)
+	pr.Rate = c.rate.add(time.Now(), pr.Moved)
+	if a := p.arena(); a != nil {
+		pr.ContentHere, pr.ContentTotal, pr.Written = a.ContentHere(), a.Layout().ContentBytes(), a.Written()
+	}
 	p.mu.Lock()
-	if p.trouble.arrivals == p.arrivals() {
+	defer p.mu.Unlock()
+	if p.trouble.arrivals == c.arrivals() {
 		pr.Trouble = p.trouble.why
 	}
-	for _, t := range p.targets {
-		if t != nil && t.arena != nil {
-			pr.ContentHere += t.arena.ContentHere()
-			pr.ContentTotal += t.arena.Layout().ContentBytes()
-			pr.Written += t.arena.Written()
-		}
-	}
-	p.mu.Unlock()
 	return pr
+}
+
+// counted counts the bytes that are read from a stream.
+type counted struct {
+	io.Reader
+	n *atomic.Int64
+}
+
+func (c counted) Read(b []byte) (int, error) {
+	n, err := c.Reader.Read(b)
+	c.n.Add(int64(n))
+	return n, err
 }
 
 // trouble is how a stream ended, other than well.

@@ -29,6 +29,8 @@ import (
 	"hydrofoil.dev/foil/internal/format/toc"
 	"hydrofoil.dev/foil/internal/format/trace"
 	"hydrofoil.dev/foil/internal/worker/arena"
+	"hydrofoil.dev/foil/internal/worker/remote"
+	"hydrofoil.dev/foil/internal/worker/remote/remotetest"
 )
 
 // fataler is *testing.T, *testing.B or *rapid.T.
@@ -155,16 +157,17 @@ type script struct {
 	between func(left int, s *serving)          // called before each frame of the last startup set
 	header  func(*bundle.Writer)                // called before the images
 	noHold  bool                                // the server knows no holds
+	along   int                                 // frames that are sent along behind a promoted one, as older servers do
 }
 
 // server is a fake server on a network of pipes.
 type server struct {
-	images  map[string]*image // by repository
-	scripts []script          // of the streams, in their order; then nothing goes wrong
-	group   int               // segments a frame
+	image   *image
+	scripts []script // of the streams, in their order; then nothing goes wrong
+	group   int      // segments a frame
 
 	http  *http.Server
-	pipes *pipes
+	pipes *remotetest.Pipes
 
 	mu         sync.Mutex
 	requests   []bundle.Request
@@ -172,6 +175,7 @@ type server struct {
 	frames     int         // sent, of all streams
 	pages      int         // frames of startup sets, the same
 	promotions [][]uint32
+	deaf       int             // promotions that are answered, and forgotten
 	holds      []time.Duration // of the requests
 	sent       []segment.ID    // of all streams
 	// encoded are frames by the IDs of their segments, or by their digest: on a loaded machine a stream
@@ -184,6 +188,8 @@ type server struct {
 type serving struct {
 	mu       sync.Mutex
 	promoted []uint32
+	skip     map[uint32]bool
+	chosen   bool
 	released bool
 	arrived  chan struct{} // a promotion did
 	changed  chan struct{} // the same; of one that waits in hold
@@ -215,11 +221,25 @@ func (s *serving) hold(ctx context.Context, most time.Duration, send func(frame 
 	}
 }
 
-func newServer(images ...*image) *server {
-	s := &server{images: map[string]*image{}, group: 3, running: map[string]*serving{}, encoded: map[string][]byte{}, pipes: newPipes()}
-	for i, m := range images {
-		s.images[fmt.Sprintf("image%d", i)] = m
+// choice waits until the worker has said what it does not want.
+func (s *serving) choice(ctx context.Context) {
+	for {
+		s.mu.Lock()
+		chosen := s.chosen
+		s.mu.Unlock()
+		if chosen {
+			return
+		}
+		select {
+		case <-s.changed:
+		case <-ctx.Done():
+			return
+		}
 	}
+}
+
+func newServer(m *image) *server {
+	s := &server{image: m, group: 3, running: map[string]*serving{}, encoded: map[string][]byte{}, pipes: remotetest.NewPipes()}
 	mux := http.NewServeMux()
 	mux.HandleFunc("POST "+bundle.PullPath, s.pull)
 	mux.HandleFunc("POST "+bundle.PromotePath, s.promote)
@@ -231,10 +251,10 @@ func newServer(images ...*image) *server {
 
 func (s *server) close() { s.http.Close() }
 
-func (s *server) client(t fataler, opts ClientOptions) *Client {
+func (s *server) client(t fataler, opts remote.Options) *remote.Client {
 	t.Helper()
-	opts.Base, opts.Dial = "http://server.test", s.pipes.dial
-	c, err := NewClient(opts)
+	opts.Base, opts.Dial = "http://server.test", s.pipes.Dial
+	c, err := remote.New(opts)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -295,37 +315,27 @@ func (s *server) pull(w http.ResponseWriter, r *http.Request) {
 		out.Flush()
 		sc.header(out)
 	}
-	var images []*image
-	for i, want := range req.Images {
-		m := s.images[want.Repository]
-		header := m.Image
-		header.Index = i
-		for _, h := range req.Have {
-			if h.ChainID == m.ChainID && h.TOC == m.TOCDigest {
-				header.TOC = nil
-			}
+	m := s.image
+	header := m.Image
+	for _, h := range req.Have {
+		if h.ChainID == m.ChainID && h.TOC == m.TOCDigest {
+			header.TOC = nil
 		}
-		if sc.image != nil {
-			sc.image(&header)
-		}
-		out.Image(&header)
-		images = append(images, m)
 	}
+	if sc.image != nil {
+		sc.image(&header)
+	}
+	out.Image(&header)
 	leave := map[segment.ID]bool{}
 	maps.Copy(leave, sc.leave)
-	var pages func(between func(left int)) // sends those of the last startup set
-	for i, m := range images {
-		if req.Images[i].Startup {
-			if pages != nil {
-				pages(func(int) {})
-			}
-			pages = s.startup(out, i, m, req, sc, leave)
-		}
+	var pages func(between func(left int))
+	if req.Image.Startup {
+		pages = s.startup(out, req, sc, leave)
 	}
-	if req.Images[0].Header {
-		images = nil
+	if req.Image.Header {
+		m = nil
 	}
-	plan, frames := s.plan(images, req, leave)
+	plan, frames := s.plan(m, req, leave)
 	planned := false
 	sendPlan := func() {
 		if planned {
@@ -375,7 +385,9 @@ func (s *server) pull(w http.ResponseWriter, r *http.Request) {
 		serving.promoted = nil
 		serving.mu.Unlock()
 		for _, f := range promoted {
-			send(f)
+			for k := range min(sc.along+1, len(frames)-int(f)) {
+				send(f + uint32(k))
+			}
 		}
 	}
 	if pages != nil {
@@ -393,20 +405,30 @@ func (s *server) pull(w http.ResponseWriter, r *http.Request) {
 	if pages != nil && !sc.noHold && len(frames) > 0 {
 		serving.hold(r.Context(), req.Hold, send)
 	}
+	if req.Choose {
+		serving.choice(r.Context())
+	}
 	for _, f := range order {
 		if sc.before != nil {
 			sc.before(pos, serving)
 		}
 		sendPromoted()
-		send(f)
+		serving.mu.Lock()
+		skip := serving.skip[f]
+		serving.mu.Unlock()
+		if !skip {
+			send(f)
+		}
 	}
+	sendPromoted()
 	out.End()
 }
 
-// startup says what the worker lacks of an image's startup set, and adds to
+// startup says what the worker lacks of the startup set, and adds to
 // leave the segments whose pages it then has. pages sends it, and calls between before each frame
 // with how many are left.
-func (s *server) startup(out *bundle.Writer, index int, m *image, req *bundle.Request, sc script, leave map[segment.ID]bool) (pages func(between func(left int))) {
+func (s *server) startup(out *bundle.Writer, req *bundle.Request, sc script, leave map[segment.ID]bool) (pages func(between func(left int))) {
+	m := s.image
 	type page struct{ content, page uint32 }
 	here, late := map[page]bool{}, map[page]bool{}
 	for _, h := range req.Have {
@@ -440,13 +462,13 @@ func (s *server) startup(out *bundle.Writer, index int, m *image, req *bundle.Re
 		}
 	}
 	if m.here != nil {
-		out.Here(&bundle.Here{Index: index, Runs: m.here})
+		out.Here(&bundle.Here{Runs: m.here})
 	}
-	set := &bundle.Startup{Index: index, Origin: bundle.OriginTraced}
+	set := &bundle.Startup{Origin: bundle.OriginTraced}
 	var frames [][]byte
 	lie := sc.lie
 	all := m.startup
-	if args := req.Images[index].Args; len(args) > 0 && m.services[args[0]] != nil {
+	if args := req.Image.Args; len(args) > 0 && m.services[args[0]] != nil {
 		all = m.services[args[0]]
 	}
 	for _, runs := range all {
@@ -508,7 +530,7 @@ func (s *server) startup(out *bundle.Writer, index int, m *image, req *bundle.Re
 			if sc.pages != nil {
 				data = sc.pages(i, data)
 			}
-			out.Pages(index, uint32(i), data)
+			out.Pages(uint32(i), data)
 			out.Flush()
 			s.mu.Lock()
 			s.pages++
@@ -517,30 +539,28 @@ func (s *server) startup(out *bundle.Writer, index int, m *image, req *bundle.Re
 	}
 }
 
-type frame struct {
+type sentFrame struct {
 	bytes []byte
 	ids   []segment.ID
 }
 
-// plan leaves out what the worker has, and puts s.group segments in a frame.
-func (s *server) plan(images []*image, req *bundle.Request, leave map[segment.ID]bool) (*bundle.Plan, []frame) {
+// plan leaves out what the worker has, and puts s.group segments in a frame. Of nil nothing is planned.
+func (s *server) plan(m *image, req *bundle.Request, leave map[segment.ID]bool) (*bundle.Plan, []sentFrame) {
 	have := map[segment.ID]bool{{}: true}
 	for id := range leave {
 		have[id] = true
 	}
 	for _, h := range req.Have {
-		for _, m := range s.images {
-			if m.ChainID == h.ChainID && m.TOCDigest == h.TOC {
-				for i, seg := range m.toc.Segments {
-					if h.Present == nil || h.Present[i/8]>>(i%8)&1 != 0 {
-						have[seg.ID] = true
-					}
+		if m != nil && m.ChainID == h.ChainID && m.TOCDigest == h.TOC {
+			for i, seg := range m.toc.Segments {
+				if h.Present == nil || h.Present[i/8]>>(i%8)&1 != 0 {
+					have[seg.ID] = true
 				}
 			}
 		}
 	}
 	p := &bundle.Plan{}
-	var frames []frame
+	var frames []sentFrame
 	var bytes [][]byte
 	var ids []segment.ID
 	flush := func() {
@@ -556,24 +576,24 @@ func (s *server) plan(images []*image, req *bundle.Request, leave map[segment.ID
 		p.Frames = append(p.Frames, f)
 		p.MaxBytes += bundle.SectionLength(len(encoded))
 		p.ContentBytes += int64(f.RawLength)
-		frames = append(frames, frame{encoded, ids})
+		frames = append(frames, sentFrame{encoded, ids})
 		bytes, ids = nil, nil
 	}
-	base, size := 0, 0
-	for _, m := range images {
-		for i, seg := range m.toc.Segments {
-			if have[seg.ID] {
-				continue
-			}
-			have[seg.ID] = true
-			if size += int(seg.Length); len(bytes) == s.group || size > segment.MaxFrameRaw {
-				flush()
-				size = int(seg.Length)
-			}
-			p.Segments = append(p.Segments, uint32(base+i))
-			bytes, ids = append(bytes, m.data[seg.ID]), append(ids, seg.ID)
+	size := 0
+	if m == nil {
+		return p, nil
+	}
+	for i, seg := range m.toc.Segments {
+		if have[seg.ID] {
+			continue
 		}
-		base += len(m.toc.Segments)
+		have[seg.ID] = true
+		if size += int(seg.Length); len(bytes) == s.group || size > segment.MaxFrameRaw {
+			flush()
+			size = int(seg.Length)
+		}
+		p.Segments = append(p.Segments, uint32(i))
+		bytes, ids = append(bytes, m.data[seg.ID]), append(ids, seg.ID)
 	}
 	flush()
 	return p, frames
@@ -603,6 +623,11 @@ func (s *server) promote(w http.ResponseWriter, r *http.Request) {
 	if len(p.Frames) > 0 {
 		s.promotions = append(s.promotions, p.Frames)
 	}
+	if s.deaf > 0 {
+		s.deaf--
+		w.WriteHeader(http.StatusNoContent)
+		return
+	}
 	stream := s.running[p.Stream]
 	if stream == nil {
 		http.NotFound(w, r)
@@ -610,7 +635,13 @@ func (s *server) promote(w http.ResponseWriter, r *http.Request) {
 	}
 	stream.mu.Lock()
 	stream.promoted = append(stream.promoted, p.Frames...)
-	stream.released = stream.released || p.Release
+	stream.released, stream.chosen = stream.released || p.Release, stream.chosen || p.Chosen
+	for _, f := range p.Skip {
+		if stream.skip == nil {
+			stream.skip = make(map[uint32]bool)
+		}
+		stream.skip[f] = true
+	}
 	stream.mu.Unlock()
 	if len(p.Frames) > 0 {
 		stream.arrived <- struct{}{}
@@ -656,41 +687,6 @@ func (c *cutter) Write(b []byte) (int, error) {
 
 type connKey struct{}
 
-// pipes is a listener whose connections are made by dial, in memory.
-type pipes struct {
-	conns  chan net.Conn
-	closed chan struct{}
-	once   sync.Once
-}
-
-func newPipes() *pipes {
-	return &pipes{conns: make(chan net.Conn), closed: make(chan struct{})}
-}
-
-func (p *pipes) dial(ctx context.Context, _, _ string) (net.Conn, error) {
-	here, there := net.Pipe()
-	select {
-	case p.conns <- there:
-		return here, nil
-	case <-p.closed:
-		return nil, unix.ECONNREFUSED
-	case <-ctx.Done():
-		return nil, ctx.Err()
-	}
-}
-
-func (p *pipes) Accept() (net.Conn, error) {
-	select {
-	case c := <-p.conns:
-		return c, nil
-	case <-p.closed:
-		return nil, net.ErrClosed
-	}
-}
-
-func (p *pipes) Close() error   { p.once.Do(func() { close(p.closed) }); return nil }
-func (p *pipes) Addr() net.Addr { return &net.UnixAddr{Name: "pipes"} }
-
 // worker opens arenas for images in a directory.
 type worker struct {
 	t      fataler
@@ -713,12 +709,7 @@ func (w *worker) open(_ context.Context, img *bundle.Image, t *toc.TOC) (*arena.
 	if a := w.arenas[img.ChainID]; a != nil {
 		return a, nil
 	}
-	var m *image
-	for _, have := range w.server.images {
-		if have.ChainID == img.ChainID {
-			m = have
-		}
-	}
+	m := w.server.image
 	var in func(int) bool
 	if w.in != nil {
 		in = func(c int) bool { return w.in(m, c) }
@@ -735,19 +726,12 @@ func (w *worker) open(_ context.Context, img *bundle.Image, t *toc.TOC) (*arena.
 	return a, nil
 }
 
-func (w *worker) options(c *Client, images int) Options {
-	o := Options{Client: c, Pause: time.Millisecond, Open: w.open, TOC: func(_ context.Context, img *bundle.Image) ([]byte, error) {
-		for _, m := range w.server.images {
-			if m.ChainID == img.ChainID {
-				return m.TOC, nil
-			}
-		}
-		return nil, errors.New("no TOC")
+func (w *worker) options(c *remote.Client) Options {
+	o := Options{Client: c, Pause: time.Millisecond, Open: w.open, TOC: func(context.Context, *bundle.Image) ([]byte, error) {
+		return w.server.image.TOC, nil
 	}}
 	o.Request.Versions = []int{1}
-	for i := range images {
-		o.Request.Images = append(o.Request.Images, bundle.ImageRequest{Repository: fmt.Sprintf("image%d", i), Reference: "latest"})
-	}
+	o.Request.Image = bundle.ImageRequest{Repository: "image0", Reference: "latest"}
 	return o
 }
 
@@ -767,25 +751,23 @@ func (w *worker) contents(m *image) []byte {
 	return want
 }
 
-// check compares every arena with the contents that it should have.
+// check compares the arena with the contents that it should have.
 func (w *worker) check() {
 	w.t.Helper()
-	for _, m := range w.server.images {
-		a := w.arenas[m.ChainID]
-		if a == nil {
-			continue
-		}
-		if !a.Complete() {
-			w.t.Errorf("arena of %s lacks %d segments", m.ChainID, a.Missing())
-		}
-		want := w.contents(m)
-		got, err := os.ReadFile(filepath.Join(a.Dir(), arena.FileName))
-		if err != nil {
-			w.t.Fatal(err)
-		}
-		if !bytes.Equal(got, want) {
-			w.t.Errorf("the arena of %s differs from the contents", m.ChainID)
-		}
+	m := w.server.image
+	a := w.arenas[m.ChainID]
+	if a == nil {
+		return
+	}
+	if !a.Complete() {
+		w.t.Errorf("the arena lacks %d segments", a.Missing())
+	}
+	got, err := os.ReadFile(filepath.Join(a.Dir(), arena.FileName))
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	if !bytes.Equal(got, w.contents(m)) {
+		w.t.Errorf("the arena differs from the contents")
 	}
 }
 

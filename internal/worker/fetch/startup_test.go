@@ -19,6 +19,7 @@ import (
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/format/trace"
 	"hydrofoil.dev/foil/internal/worker/arena"
+	"hydrofoil.dev/foil/internal/worker/remote"
 )
 
 // drawStartup draws a startup set of an image.
@@ -60,12 +61,9 @@ func startupImage(t *testing.T) (m *image, small, large, whole uint32) {
 	return m, small, large, whole
 }
 
-func startupOptions(w *worker, c *Client, images int) Options {
-	o := w.options(c, images)
-	for i := range o.Request.Images {
-		o.Request.Images[i].Startup = true
-		o.Request.Images[i].Args = []string{"serve"}
-	}
+func startupOptions(w *worker, c *remote.Client) Options {
+	o := w.options(c)
+	o.Request.Image.Startup, o.Request.Image.Args = true, []string{"serve"}
 	return o
 }
 
@@ -81,17 +79,17 @@ func (w *worker) has(m *image, r trace.Run) bool {
 
 func TestStartup(t *testing.T) {
 	m, small, large, whole := startupImage(t)
-	with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
-		c := s.client(t, ClientOptions{})
+	with(t, m, func(t *testing.T, s *server, w *worker) {
+		c := s.client(t, remote.Options{})
 		defer c.Close()
-		o := startupOptions(w, c, 1)
+		o := startupOptions(w, c)
 		var told []trace.Run // all of which are there
 		var telling sync.Mutex
-		o.Pages = func(image int, origin string, runs []trace.Run) {
+		o.Pages = func(origin string, runs []trace.Run) {
 			telling.Lock()
 			defer telling.Unlock()
-			if image != 0 || origin != bundle.OriginTraced {
-				t.Errorf("pages of image %d, %s", image, origin)
+			if origin != bundle.OriginTraced {
+				t.Errorf("pages of %s", origin)
 			}
 			for _, r := range runs {
 				if !w.has(m, r) {
@@ -154,7 +152,7 @@ func TestStartup(t *testing.T) {
 				}
 			}
 		}
-		if r := s.requests[0].Images[0]; !r.Startup || !slices.Equal(r.Args, []string{"serve"}) {
+		if r := s.requests[0].Image; !r.Startup || !slices.Equal(r.Args, []string{"serve"}) {
 			t.Errorf("asked for %+v", r)
 		}
 	})
@@ -175,18 +173,15 @@ func TestHere(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			m.here = c.here
-			with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
-				client := s.client(t, ClientOptions{})
+			with(t, m, func(t *testing.T, s *server, w *worker) {
+				client := s.client(t, remote.Options{})
 				defer client.Close()
-				o := startupOptions(w, client, 1)
+				o := startupOptions(w, client)
 				var told []trace.Run
 				var mu sync.Mutex
-				o.Here = func(image int, runs []trace.Run) {
+				o.Here = func(runs []trace.Run) {
 					mu.Lock()
 					defer mu.Unlock()
-					if image != 0 {
-						t.Errorf("of image %d", image)
-					}
 					told = append(told, runs...)
 				}
 				err := Start(t.Context(), o).Wait()
@@ -202,10 +197,10 @@ func TestHere(t *testing.T) {
 // promoted as soon as the plan is there.
 func TestStartupPromotes(t *testing.T) {
 	m, _, large, _ := startupImage(t)
-	with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
-		c := s.client(t, ClientOptions{})
+	with(t, m, func(t *testing.T, s *server, w *worker) {
+		c := s.client(t, remote.Options{})
 		defer c.Close()
-		o := startupOptions(w, c, 1)
+		o := startupOptions(w, c)
 		o.PromoteBeyond = -1
 		waiting := make(chan struct{})
 		s.scripts = []script{{
@@ -221,7 +216,7 @@ func TestStartupPromotes(t *testing.T) {
 		at, _ := a.Layout().Offset(int(large))
 		read := make(chan error, 1)
 		go func() { read <- p.Need(context.Background(), a, at+400*4096, 4096) }()
-		until(t, "a read waits", func() bool { p.mu.Lock(); defer p.mu.Unlock(); return len(p.wanted) == 1 })
+		until(t, "a read waits", func() bool { p.mu.Lock(); defer p.mu.Unlock(); return len(p.schedule.reads) == 1 })
 		close(waiting)
 		if err := <-read; err != nil {
 			t.Error(err)
@@ -240,10 +235,10 @@ func TestEarlyPlan(t *testing.T) {
 	m.startup = [][]trace.Run{
 		{{Content: small, First: 0, Blocks: 2}}, {{Content: whole, First: 0, Blocks: 3}}, {{Content: large, First: 10, Blocks: 1}},
 	}
-	with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
-		c := s.client(t, ClientOptions{})
+	with(t, m, func(t *testing.T, s *server, w *worker) {
+		c := s.client(t, remote.Options{})
 		defer c.Close()
-		o := startupOptions(w, c, 1)
+		o := startupOptions(w, c)
 		var p *Pull
 		need := func(page int64) chan error {
 			a := w.arena(t, m)
@@ -278,7 +273,7 @@ func TestEarlyPlan(t *testing.T) {
 		}}
 		p = Start(t.Context(), o)
 		brought, lacking = need(10), need(400)
-		until(t, "two reads wait", func() bool { p.mu.Lock(); defer p.mu.Unlock(); return len(p.wanted) == 2 })
+		until(t, "two reads wait", func() bool { p.mu.Lock(); defer p.mu.Unlock(); return len(p.schedule.reads) == 2 })
 		close(start)
 		err := p.Wait()
 		if err := errors.Join(err, <-brought, <-another); err != nil {
@@ -298,11 +293,11 @@ func TestEarlyPlan(t *testing.T) {
 func TestEarlyPlanUnused(t *testing.T) {
 	m, _, _, _ := startupImage(t)
 	for behind := range 3 {
-		with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
-			c := s.client(t, ClientOptions{})
+		with(t, m, func(t *testing.T, s *server, w *worker) {
+			c := s.client(t, remote.Options{})
 			defer c.Close()
 			s.scripts = []script{{behind: behind}}
-			o := startupOptions(w, c, 1)
+			o := startupOptions(w, c)
 			told := 0
 			o.Early = func(startup Startup) {
 				told++
@@ -326,7 +321,7 @@ func TestEarlyPlanUnused(t *testing.T) {
 // and not sent again, also when the header leaves the TOC out.
 func TestStartupResume(t *testing.T) {
 	m, _, large, whole := startupImage(t)
-	with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
+	with(t, m, func(t *testing.T, s *server, w *worker) {
 		cut := make(chan struct{})
 		var p *Pull
 		s.scripts = []script{{pages: func(frame int, data []byte) []byte {
@@ -336,9 +331,9 @@ func TestStartupResume(t *testing.T) {
 			}
 			return data
 		}}}
-		c := s.client(t, ClientOptions{})
+		c := s.client(t, remote.Options{})
 		defer c.Close()
-		o := startupOptions(w, c, 1)
+		o := startupOptions(w, c)
 		p = Start(t.Context(), o)
 		w.arena(t, m)
 		until(t, "first frame written", func() bool { return w.has(m, trace.Run{Content: whole, First: 3, Blocks: 7}) })
@@ -368,11 +363,11 @@ func TestStartupResume(t *testing.T) {
 func TestStartupDamaged(t *testing.T) {
 	m, _, large, _ := startupImage(t)
 	t.Run("twice", func(t *testing.T) {
-		with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
+		with(t, m, func(t *testing.T, s *server, w *worker) {
 			s.scripts = []script{{pages: damagePages(0)}, {pages: damagePages(0)}}
-			c := s.client(t, ClientOptions{})
+			c := s.client(t, remote.Options{})
 			defer c.Close()
-			p := Start(t.Context(), startupOptions(w, c, 1))
+			p := Start(t.Context(), startupOptions(w, c))
 			a := w.arena(t, m)
 			at, _ := a.Layout().Offset(int(large))
 			if err := p.Need(context.Background(), a, at+700*4096, 3*4096); err != nil {
@@ -391,13 +386,13 @@ func TestStartupDamaged(t *testing.T) {
 		})
 	})
 	t.Run("always", func(t *testing.T) {
-		with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
+		with(t, m, func(t *testing.T, s *server, w *worker) {
 			for range 10 {
 				s.scripts = append(s.scripts, script{pages: damagePages(0)})
 			}
-			c := s.client(t, ClientOptions{})
+			c := s.client(t, remote.Options{})
 			defer c.Close()
-			err := Start(t.Context(), startupOptions(w, c, 1)).Wait()
+			err := Start(t.Context(), startupOptions(w, c)).Wait()
 			if err == nil || !strings.Contains(err.Error(), "startup set") || !strings.Contains(err.Error(), "damaged") {
 				t.Errorf("Wait: %v", err)
 			}
@@ -409,11 +404,11 @@ func TestStartupDamaged(t *testing.T) {
 // those of the segments.
 func TestContradiction(t *testing.T) {
 	m, _, large, _ := startupImage(t)
-	with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
+	with(t, m, func(t *testing.T, s *server, w *worker) {
 		s.scripts = []script{{lie: true}}
-		c := s.client(t, ClientOptions{})
+		c := s.client(t, remote.Options{})
 		defer c.Close()
-		err := Start(t.Context(), startupOptions(w, c, 1)).Wait()
+		err := Start(t.Context(), startupOptions(w, c)).Wait()
 		if !errors.Is(err, arena.ErrContradiction) || !strings.Contains(err.Error(), "content ") || !strings.Contains(err.Error(), "image0:latest") {
 			t.Errorf("Wait: %v", err)
 		}
@@ -431,30 +426,11 @@ func TestContradiction(t *testing.T) {
 	})
 }
 
-// TestStartupShared has two images with contents in common, of which one has
-// them in its startup set: the plan leaves them out for both.
-func TestStartupShared(t *testing.T) {
-	f := append(files(5), blob(100, 40_000))
-	a, b := newImage(t, "a", f...), newImage(t, "b", append(files(3), f[5], blob(7, 9000))...)
-	a.startup = [][]trace.Run{{{Content: a.index(f[5]), First: 0, Blocks: 10}}}
-	with(t, []*image{a, b}, func(t *testing.T, s *server, w *worker) {
-		c := s.client(t, ClientOptions{})
-		defer c.Close()
-		if err := Start(t.Context(), startupOptions(w, c, 2)).Wait(); err != nil {
-			t.Fatal(err)
-		}
-		w.check()
-		if len(s.requests) != 1 {
-			t.Errorf("%d requests", len(s.requests))
-		}
-	})
-}
-
 // TestStartupWithoutTOC resumes in another process: the header leaves the TOC out from
 // the beginning, and no pages come that were said to be here.
 func TestStartupWithoutTOC(t *testing.T) {
 	m, _, large, _ := startupImage(t)
-	with(t, []*image{m}, func(t *testing.T, s *server, w *worker) {
+	with(t, m, func(t *testing.T, s *server, w *worker) {
 		l, err := arena.NewLayout(m.toc, nil)
 		if err != nil {
 			t.Fatal(err)
@@ -470,9 +446,9 @@ func TestStartupWithoutTOC(t *testing.T) {
 		if _, err := a.WriteRun(r, segment.Sum(data), data); err != nil {
 			t.Fatal(err)
 		}
-		c := s.client(t, ClientOptions{})
+		c := s.client(t, remote.Options{})
 		defer c.Close()
-		o := startupOptions(w, c, 1)
+		o := startupOptions(w, c)
 		o.Request.Have = []bundle.Have{{ChainID: m.ChainID, TOC: m.TOCDigest, Present: a.PresentBitmap(), Pages: Pages(a)}}
 		p := Start(t.Context(), o)
 		if err := p.Wait(); err != nil {

@@ -22,6 +22,7 @@ type Wait struct {
 	Moved    int64 // bytes that had come over the network by then
 	Ahead    int64 // bytes planned before the end of what it needs, at most; Planned
 	Promoted bool
+	Bound    time.Duration // what it should have taken at most; 0: not known
 	Err      error
 }
 
@@ -32,6 +33,8 @@ type Waits struct {
 	mu    sync.Mutex
 	count int64 // of those that have ended
 	took  time.Duration
+	over  int64 // of them, those that took more than twice their bound
+	worst Wait  // the one of them that took longest
 	first []Wait
 	full  bool // none is remembered any more
 }
@@ -50,14 +53,19 @@ func (w *Waits) begin(one Wait) int {
 }
 
 // end notes that it waits no more.
-func (w *Waits) end(i int, took time.Duration, err error) {
+func (w *Waits) end(i int, one Wait) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.count++
-	w.took += took
+	w.took += one.Took
+	if one.Bound > 0 && one.Took > 2*one.Bound {
+		w.over++
+	}
+	if one.Took > w.worst.Took {
+		w.worst = one
+	}
 	if i >= 0 && i < len(w.first) {
-		one := &w.first[i]
-		one.Took, one.Waiting, one.Err = took, false, err
+		w.first[i] = one
 	}
 }
 
@@ -66,6 +74,27 @@ func (w *Waits) Total() (count int64, took time.Duration) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return w.count, w.took
+}
+
+// Longest returns the longest wait, of which Took and Bound say how long it was and should have been
+// at most, and how many reads took more than twice their bound. Reads that wait still count.
+func (w *Waits) Longest() (longest Wait, over int64) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	longest, over = w.worst, w.over
+	for _, one := range w.first {
+		if !one.Waiting {
+			continue
+		}
+		one.Took = time.Since(one.Began)
+		if one.Bound > 0 && one.Took > 2*one.Bound {
+			over++
+		}
+		if one.Took > longest.Took {
+			longest = one
+		}
+	}
+	return longest, over
 }
 
 // First returns the first reads that had to wait, at most MaxWaits, in the order

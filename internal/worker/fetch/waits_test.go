@@ -16,7 +16,7 @@ func TestWaits(t *testing.T) {
 	failure := errors.New("disk full")
 	// They end in another order.
 	for i := MaxWaits + 2; i > 1; i-- {
-		w.end(places[i], time.Duration(i), failure)
+		w.end(places[i], Wait{Offset: int64(i), Took: time.Duration(i), Err: failure})
 	}
 	first := w.First()
 	if len(first) != MaxWaits {
@@ -34,7 +34,7 @@ func TestWaits(t *testing.T) {
 		}
 	}
 	w.Forget()
-	w.end(places[1], time.Second, nil)
+	w.end(places[1], Wait{Took: time.Second})
 	if i := w.begin(Wait{}); i != -1 {
 		t.Errorf("one more has place %d", i)
 	}
@@ -48,5 +48,23 @@ func TestWaits(t *testing.T) {
 	}
 	if count != MaxWaits+2 || took != want {
 		t.Errorf("%d have waited %v, want %d and %v", count, took, MaxWaits+2, want)
+	}
+}
+
+// The longest wait is told with its bound, whether it is over or not.
+func TestLongestWait(t *testing.T) {
+	var w Waits
+	if one, over := w.Longest(); one.Took != 0 || over != 0 {
+		t.Errorf("of none: %+v, %d", one, over)
+	}
+	w.end(w.begin(Wait{}), Wait{Took: time.Second, Bound: 400 * time.Millisecond})
+	w.end(w.begin(Wait{}), Wait{Took: 2 * time.Second, Bound: time.Second})
+	w.end(w.begin(Wait{}), Wait{Took: time.Second})
+	if one, over := w.Longest(); one.Took != 2*time.Second || one.Bound != time.Second || over != 1 {
+		t.Errorf("%+v, %d", one, over)
+	}
+	w.begin(Wait{Began: time.Now().Add(-time.Hour), Bound: time.Minute})
+	if one, over := w.Longest(); one.Took < time.Hour || one.Bound != time.Minute || over != 2 {
+		t.Errorf("with one that waits: %+v, %d", one, over)
 	}
 }

@@ -185,7 +185,7 @@ func (g *Fanotify) handle(p pendingEvent) {
 		g.log.Warn("read failed with EIO: no arena of this gate",
 			"dev", p.inode.dev, "inode", p.inode.ino, "offset", p.off, "count", p.n, "pid", p.pid)
 		g.decide(p, false)
-	case a.present(p.off, p.n):
+	case a.meets(p.off, p.n):
 		g.decide(p, true)
 	default:
 		g.mu.Lock()

@@ -386,6 +386,16 @@ func (a *guarded) present(off, n int64) bool {
 	return a.complete.Load() || a.backing.Present(off, n)
 }
 
+// meets is present, for a read that has just met the gate.
+func (a *guarded) meets(off, n int64) bool {
+	if a.complete.Load() {
+		return true
+	}
+	present := a.backing.Present(off, n)
+	a.backing.Met(off, n, present)
+	return present
+}
+
 // Release implements Gate. Every later read is let through by the kernel
 // unasked, so an arena with absent blocks must not be mounted any more. Should
 // one be released, then reads of it that wait go on if their range is present,

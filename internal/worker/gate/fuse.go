@@ -425,6 +425,16 @@ func (n *fuseNode) present(off, count int64) bool {
 	return n.complete.Load() || n.backing.Present(off, count)
 }
 
+// meets is present, for a read that has just met the gate.
+func (n *fuseNode) meets(off, count int64) bool {
+	if n.complete.Load() {
+		return true
+	}
+	present := n.backing.Present(off, count)
+	n.backing.Met(off, count, present)
+	return present
+}
+
 // Device implements Gate: the gate's file, until the arena is released.
 func (g *FUSE) Device(name, arena string) string {
 	g.mu.Lock()

@@ -181,7 +181,7 @@ func (g *FUSE) read(n *fuseNode, r kernel.FuseRequest) {
 		count = 0
 	}
 	count = min(count, n.size-off)
-	if count <= 0 || n.present(off, count) {
+	if count <= 0 || n.meets(off, count) {
 		g.answerRead(n, r, count)
 		return
 	}

@@ -45,6 +45,9 @@ type Gate interface {
 type Backing interface {
 	// Present reports whether all blocks of [off, off+n) are here and verified.
 	Present(off, n int64) bool
+	// Met is told once of each read that meets the gate, with what Present
+	// answered, before the read goes on or waits.
+	Met(off, n int64, present bool)
 	// Need blocks until [off, off+n) is present (nil), it cannot be had (an
 	// error; the read fails with EIO), or ctx ends. It also makes the bytes
 	// come sooner: the segments in the range are promoted.

@@ -9,10 +9,10 @@ import (
 	"time"
 
 	"github.com/containerd/containerd/v2/core/remotes/docker"
-	remote "github.com/containerd/containerd/v2/core/remotes/errors"
+	remoteerrors "github.com/containerd/containerd/v2/core/remotes/errors"
 
 	"hydrofoil.dev/foil/internal/worker/credentials"
-	"hydrofoil.dev/foil/internal/worker/fetch"
+	"hydrofoil.dev/foil/internal/worker/remote"
 )
 
 // hostAuth is what one host has demanded, and got, with one credential:
@@ -101,7 +101,7 @@ func (a *hostAuth) renew(old docker.Authorizer) {
 	}
 }
 
-// authorizer is a hostAuth for one repository: a fetch.Authorizer.
+// authorizer is a hostAuth for one repository: a remote.Authorizer.
 type authorizer struct {
 	host  *hostAuth
 	scope string
@@ -132,11 +132,11 @@ func (a *authorizer) Challenged(ctx context.Context, resp *http.Response, before
 	}
 	c, err := lookUp(ctx, a.host.credential, a.host.dockerConfig, resp.Request.URL.Host)
 	if err != nil {
-		return &fetch.Refused{Err: err}
+		return &remote.Refused{Err: err}
 	}
 	if c.Token != "" {
 		if token == c.Token {
-			return &fetch.Refused{Err: errors.New("it does not take the registry token")}
+			return &remote.Refused{Err: errors.New("it does not take the registry token")}
 		}
 		a.host.mu.Lock()
 		a.host.token = c.Token
@@ -151,15 +151,15 @@ func (a *authorizer) Challenged(ctx context.Context, resp *http.Response, before
 
 // explain says which errors trying again would not change.
 func (a *authorizer) explain(err error) error {
-	var status remote.ErrUnexpectedStatus
+	var status remoteerrors.ErrUnexpectedStatus
 	switch {
 	case errors.As(err, &status) && status.StatusCode < 500 && status.StatusCode != http.StatusTooManyRequests:
 		// Its message has the answer's body, which is the token server's to say.
-		return &fetch.Refused{Err: fmt.Errorf("the token server answers %s: are the credentials right?", status.Status)}
+		return &remote.Refused{Err: fmt.Errorf("the token server answers %s: are the credentials right?", status.Status)}
 	case errors.As(err, &status):
 		return fmt.Errorf("the token server answers %s", status.Status)
 	case errors.Is(err, docker.ErrInvalidAuthorization):
-		return &fetch.Refused{Err: fmt.Errorf("no valid credentials: %w", err)}
+		return &remote.Refused{Err: fmt.Errorf("no valid credentials: %w", err)}
 	}
 	return fmt.Errorf("authorize: %w", err)
 }

@@ -32,7 +32,7 @@ import (
 	"github.com/pelletier/go-toml/v2"
 
 	"hydrofoil.dev/foil/internal/worker/credentials"
-	"hydrofoil.dev/foil/internal/worker/fetch"
+	"hydrofoil.dev/foil/internal/worker/remote"
 )
 
 // DefaultDirs is where containerd 2.x looks for hosts.toml.
@@ -79,7 +79,7 @@ type Want struct {
 // Host is one host that may answer for a registry.
 type Host struct {
 	// Client speaks to it, with credentials for the repository.
-	Client *fetch.Client
+	Client *remote.Client
 	// Repository is what it calls the repository.
 	Repository string
 }
@@ -127,7 +127,7 @@ func (s *Set) For(ctx context.Context, w Want) ([]Host, error) {
 		}
 		prefix := f.repositories()
 		h := Host{Repository: prefix + w.Repository}
-		v := fetch.View{Authorizer: &authorizer{host: k.auth(w.Credential, s.opts.DockerConfig), scope: "repository:" + h.Repository + ":pull"}}
+		v := remote.View{Authorizer: &authorizer{host: k.auth(w.Credential, s.opts.DockerConfig), scope: "repository:" + h.Repository + ":pull"}}
 		if origin, err := docker.DefaultHost(w.Registry); err != nil || f.Host != w.Registry && f.Host != origin {
 			v.Namespace = w.Registry
 		}
@@ -142,7 +142,7 @@ func (s *Set) For(ctx context.Context, w Want) ([]Host, error) {
 
 // Server returns the client for a server, http://HOST:PORT or https://HOST,
 // which pulls from a registry of that name use as well.
-func (s *Set) Server(ctx context.Context, base string) (*fetch.Client, error) {
+func (s *Set) Server(ctx context.Context, base string) (*remote.Client, error) {
 	u, err := url.Parse(base)
 	if err != nil || u.Host == "" || u.Scheme != "http" && u.Scheme != "https" {
 		return nil, fmt.Errorf("server address %q: want http://HOST:PORT or https://HOST", base)
@@ -296,7 +296,7 @@ func (f *found) base() string {
 // known is a host to which there may be a connection.
 type known struct {
 	registry string // for which it was found first
-	client   *fetch.Client
+	client   *remote.Client
 
 	mu    sync.Mutex
 	found // the last time
@@ -345,7 +345,7 @@ func (s *Set) knownAs(f found, w Want) (*known, error) {
 	again := Want{Registry: w.Registry, PlainHTTP: w.PlainHTTP} // what is kept has no credentials
 	k := &known{registry: w.Registry, found: f, auths: make(map[credentials.Credential]*hostAuth)}
 	var err error
-	k.client, err = fetch.NewClient(fetch.ClientOptions{
+	k.client, err = remote.New(remote.Options{
 		Base:     f.base(),
 		TLS:      f.transport.TLSClientConfig.Clone(),
 		TLSNow:   func() *tls.Config { return s.tlsNow(f, again) },

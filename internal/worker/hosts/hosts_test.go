@@ -26,7 +26,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"hydrofoil.dev/foil/internal/worker/credentials"
-	"hydrofoil.dev/foil/internal/worker/fetch"
+	"hydrofoil.dev/foil/internal/worker/remote"
 )
 
 // write makes a file below a directory of the test's own.
@@ -305,7 +305,7 @@ func TestCredentials(t *testing.T) {
 				if tc.ok != (err == nil) {
 					t.Fatalf("%v, want success: %v", err, tc.ok)
 				}
-				var status *fetch.StatusError
+				var status *remote.StatusError
 				if !tc.ok && (!errors.As(err, &status) || status.Status != http.StatusUnauthorized) {
 					t.Errorf("%v, want status 401", err)
 				}
@@ -341,7 +341,7 @@ func TestTokens(t *testing.T) {
 	}
 	// A token server that is down for a while is asked again.
 	r.do(func() { r.valid, r.down = "", true })
-	var status *fetch.StatusError
+	var status *remote.StatusError
 	if err := post(t, s, good); err == nil || errors.As(err, &status) {
 		t.Errorf("without a token server: %v", err)
 	}

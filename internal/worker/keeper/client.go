@@ -16,6 +16,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"hydrofoil.dev/foil/internal/backoff"
 )
 
 var (
@@ -247,7 +249,8 @@ func (c *Client) watch() {
 		c.setPID(0)
 		c.log.Error("keeper is gone; starting another: until it holds the gate, a crash of the daemon would be a hazard", "pid", c.pid, "err", old.err)
 		begin := time.Now()
-		for wait := 5 * time.Millisecond; ; wait = min(2*wait, time.Second) {
+		pauses := backoff.Backoff{First: 5 * time.Millisecond, Most: time.Second}
+		for n := 1; ; n++ {
 			err := c.connect(c.ctx)
 			if err == nil {
 				if err = c.putAgain(); err == nil {
@@ -259,10 +262,7 @@ func (c *Client) watch() {
 				break
 			}
 			c.log.Error("keeper cannot be restarted; trying again", "err", err)
-			select {
-			case <-time.After(wait):
-			case <-c.ctx.Done():
-			}
+			_ = backoff.Wait(c.ctx, pauses.Pause(n)) // the next attempt sees that it ended
 		}
 		conn = c.conn
 		if c.ctx.Err() == nil {

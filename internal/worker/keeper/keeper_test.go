@@ -36,7 +36,7 @@ func TestMain(m *testing.M) {
 	}
 }
 
-const patience = 30 * time.Second
+const patience = 2 * time.Minute
 
 func options(t testing.TB, dir string) Options {
 	t.Helper()

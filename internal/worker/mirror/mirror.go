@@ -42,13 +42,14 @@ import (
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/worker/api"
 	"hydrofoil.dev/foil/internal/worker/credentials"
-	"hydrofoil.dev/foil/internal/worker/fetch"
 	"hydrofoil.dev/foil/internal/worker/node"
+	"hydrofoil.dev/foil/internal/worker/pull"
+	"hydrofoil.dev/foil/internal/worker/remote"
 )
 
 // Node asks servers; *node.Node is one.
 type Node interface {
-	Header(ctx context.Context, req api.PullRequest) (*node.Header, error)
+	Header(ctx context.Context, req api.PullRequest) (*pull.Header, error)
 }
 
 var _ Node = (*node.Node)(nil)
@@ -65,7 +66,7 @@ type Options struct {
 	Private func(repository string) bool
 	// Expect, when set, is told of each image that is resolved: it may be pulled
 	// next. It must not wait.
-	Expect func(*node.Header)
+	Expect func(*pull.Header)
 	// Allowed says who may ask, by the user at the other end of a connection;
 	// nil: root and the daemon's own.
 	Allowed func(client, server net.Addr) bool
@@ -232,7 +233,7 @@ func (m *Mirror) refuse(w http.ResponseWriter, r *http.Request, registry, name, 
 
 // noServer reports whether what answered is no Hydrofoil server.
 func noServer(err error) bool {
-	status, ok := errors.AsType[*fetch.StatusError](err)
+	status, ok := errors.AsType[*remote.StatusError](err)
 	return ok && status.Said == nil && (status.Status == http.StatusNotFound || status.Status == http.StatusMethodNotAllowed)
 }
 

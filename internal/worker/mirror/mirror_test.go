@@ -17,8 +17,8 @@ import (
 
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/worker/api"
-	"hydrofoil.dev/foil/internal/worker/fetch"
-	"hydrofoil.dev/foil/internal/worker/node"
+	"hydrofoil.dev/foil/internal/worker/pull"
+	"hydrofoil.dev/foil/internal/worker/remote"
 )
 
 func blob(mediaType, text string) bundle.Blob {
@@ -27,13 +27,13 @@ func blob(mediaType, text string) bundle.Blob {
 
 // fake is a Node that has headers by reference.
 type fake struct {
-	headers map[string]*node.Header
+	headers map[string]*pull.Header
 	err     error
 	private bool // it wants alice's credentials
 	asked   []string
 }
 
-func (f *fake) Header(_ context.Context, req api.PullRequest) (*node.Header, error) {
+func (f *fake) Header(_ context.Context, req api.PullRequest) (*pull.Header, error) {
 	f.asked = append(f.asked, req.Ref)
 	if f.private && (req.Credential.Username != "alice" || req.Credential.Secret != "pw") {
 		return nil, &api.Error{Code: api.CodeUnauthorized, Message: "401"}
@@ -47,10 +47,10 @@ func (f *fake) Header(_ context.Context, req api.PullRequest) (*node.Header, err
 	return nil, &api.Error{Code: api.CodeNotFound, Message: "no such tag"}
 }
 
-func newFake() (*fake, *node.Header) {
+func newFake() (*fake, *pull.Header) {
 	index := blob("application/vnd.oci.image.index.v1+json", `{"manifests":[]}`)
-	h := &node.Header{Manifest: blob("application/vnd.oci.image.manifest.v1+json", `{"layers":[]}`), Chosen: &index, Config: blob("application/json", `{"os":"linux"}`)}
-	return &fake{headers: map[string]*node.Header{
+	h := &pull.Header{Manifest: blob("application/vnd.oci.image.manifest.v1+json", `{"layers":[]}`), Chosen: &index, Config: blob("application/json", `{"os":"linux"}`)}
+	return &fake{headers: map[string]*pull.Header{
 		"r.example/a/b:1":                               h,
 		"r.example/a/b@" + index.Digest.String():        h,
 		"r.example/a/b@" + h.Manifest.Digest.String():   {Manifest: h.Manifest, Config: h.Config},
@@ -129,8 +129,8 @@ func TestMirror(t *testing.T) {
 		}
 	}
 	// Whatever resolves may be pulled next.
-	var expected []*node.Header
-	m.opts.Expect = func(h *node.Header) { expected = append(expected, h) }
+	var expected []*pull.Header
+	m.opts.Expect = func(h *pull.Header) { expected = append(expected, h) }
 	do(m, "HEAD", "/v2/a/b/manifests/1"+ns)
 	do(m, "HEAD", "/v2/a/b/manifests/2"+ns)
 	do(m, "GET", "/v2/a/b/manifests/"+h.Manifest.Digest.String()+ns)
@@ -140,7 +140,7 @@ func TestMirror(t *testing.T) {
 	}
 	m.opts.Expect = nil
 	// A tag that moves.
-	f.headers["r.example/a/b:1"] = &node.Header{Manifest: blob("m", "moved"), Config: h.Config}
+	f.headers["r.example/a/b:1"] = &pull.Header{Manifest: blob("m", "moved"), Config: h.Config}
 	if _, got := do(m, "HEAD", "/v2/a/b/manifests/1"+ns); !strings.HasPrefix(got, digest.FromString("moved").String()) {
 		t.Errorf("a tag that moved is still %s", got)
 	}
@@ -195,7 +195,7 @@ func TestMirrorOfPlainRegistries(t *testing.T) {
 		return len(f.asked)
 	}
 	// An image that is no bundle says nothing about the others.
-	f.err = &fetch.StatusError{Status: 404, Said: &bundle.Error{Code: bundle.CodeNotFound}}
+	f.err = &remote.StatusError{Status: 404, Said: &bundle.Error{Code: bundle.CodeNotFound}}
 	if n := ask(); n != 3 {
 		t.Errorf("asked %d times for an image that the server does not have", n)
 	}
@@ -203,7 +203,7 @@ func TestMirrorOfPlainRegistries(t *testing.T) {
 	if n := ask(); n != 3 {
 		t.Errorf("asked a server that is down %d times", n)
 	}
-	f.err = &fetch.StatusError{Status: 404}
+	f.err = &remote.StatusError{Status: 404}
 	if n := ask(); n != 1 {
 		t.Errorf("asked a registry that sends no bundles %d times", n)
 	}

@@ -73,7 +73,7 @@ func TestTheLeastRecentlyUsedGo(t *testing.T) {
 	for i, ref := range refs[:4] {
 		h.mustPull(ref, api.Complete)
 		old := time.Now().Add(time.Duration(i-100) * time.Hour)
-		if err := os.Chtimes(h.n.imagePath(ref), old, old); err != nil {
+		if err := os.Chtimes(h.imagePath(ref), old, old); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -134,7 +134,7 @@ func TestTheOrderOfUseSurvivesTheClock(t *testing.T) {
 	ahead, now := s.serve("ahead:1", newFakeImage(t, some(1, 3, 1000))), s.serve("now:1", newFakeImage(t, some(50, 3, 1000)))
 	h.mustPull(now, api.Complete)
 	h.mustPull(ahead, api.Complete)
-	record, year := h.n.imagePath(ahead), time.Now().AddDate(1, 0, 0)
+	record, year := h.imagePath(ahead), time.Now().AddDate(1, 0, 0)
 	h.stop()
 	if err := os.Chtimes(record, year, year); err != nil {
 		t.Fatal(err)
@@ -142,9 +142,7 @@ func TestTheOrderOfUseSurvivesTheClock(t *testing.T) {
 	h.start()
 	order := func(why string, want ...string) {
 		t.Helper()
-		h.n.mu.Lock()
 		list, _ := h.n.evictable()
-		h.n.mu.Unlock()
 		var got []string
 		for _, c := range list {
 			got = append(got, c.refs...)

@@ -12,14 +12,11 @@ import (
 
 	"hydrofoil.dev/foil/internal/worker/api"
 	"hydrofoil.dev/foil/internal/worker/fetch"
+	"hydrofoil.dev/foil/internal/worker/pull"
 )
 
 // held returns how many pulls wait to be claimed.
-func (h *host) waiting() int {
-	h.n.mu.Lock()
-	defer h.n.mu.Unlock()
-	return len(h.n.early)
-}
+func (h *host) waiting() int { return h.n.pulls.Offered() }
 
 // awaitMount waits until something is mounted.
 func (h *host) awaitMount() {
@@ -32,7 +29,7 @@ func (h *host) awaitMount() {
 	})
 }
 
-func (h *host) header(ref string) *Header {
+func (h *host) header(ref string) *pull.Header {
 	h.t.Helper()
 	got, err := h.n.Header(h.t.Context(), api.PullRequest{Ref: ref})
 	if err != nil {
@@ -162,13 +159,13 @@ func TestHeaderThatNobodyClaims(t *testing.T) {
 		t.Errorf("mounts %v", got)
 	}
 	// Those that wait are bounded, and one that is asked for again replaces itself.
-	for i := range 2 * mostEarly {
+	for i := range 2 * 8 {
 		m := newFakeImage(t, some(uint64(100+i), 2, 1000))
 		ref := s.serve(string(rune('a'+i))+":1", m)
 		h.header(ref)
 		h.header(ref)
 	}
-	if n := h.waiting(); n > mostEarly || n == 0 {
+	if n := h.waiting(); n > 8 || n == 0 {
 		t.Errorf("%d pulls wait", n)
 	}
 }
@@ -200,9 +197,9 @@ func TestHeaderReservesNothing(t *testing.T) {
 	h := newHost(t)
 	h.header(ref)
 	h.awaitMount()
-	d, err := h.n.space()
-	if err != nil || d.pending != 0 {
-		t.Errorf("%d bytes are pending, %v", d.pending, err)
+	d, err := h.n.store.Space()
+	if err != nil || d.Pending != 0 {
+		t.Errorf("%d bytes are pending, %v", d.Pending, err)
 	}
 }
 

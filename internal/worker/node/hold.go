@@ -10,6 +10,7 @@ import (
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
 	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/pull"
 )
 
 // Held is the mounted rootfs of an image that somebody besides containers uses.
@@ -29,13 +30,7 @@ type Held struct {
 // Has reports whether an image is here, or its pull has begun.
 func (n *Node) Has(name string) bool {
 	name, err := api.NormalRef(name)
-	if err != nil {
-		return false
-	}
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	p := n.pulls[name]
-	return n.images[name] != nil || p != nil && !p.ended()
+	return err == nil && (n.images.Get(name) != nil || n.pulls.Running(name))
 }
 
 // Hold pulls an image, or joins its pull, until its rootfs is mounted, and keeps
@@ -55,11 +50,11 @@ func (n *Node) Hold(ctx context.Context, name string) (*Held, error) {
 		return nil, err
 	}
 	defer leave()
-	p, err := n.startPull(ctx, api.PullRequest{Ref: name, Until: api.Mounted}, "", false)
+	p, err := n.pulls.Start(ctx, api.PullRequest{Ref: name, Until: api.Mounted}, "", false)
 	if err != nil {
 		return nil, err
 	}
-	err = p.follow(ctx, api.PullRequest{Until: api.Mounted}, func(ev api.Event) error {
+	err = p.Follow(ctx, api.PullRequest{Until: api.Mounted}, func(ev api.Event) error {
 		if ev.Err != "" {
 			return &api.Error{Code: ev.Code, Message: ev.Err}
 		}
@@ -71,36 +66,39 @@ func (n *Node) Hold(ctx context.Context, name string) (*Held, error) {
 	if h := n.holdMounted(name, p); h != nil {
 		return h, nil
 	}
-	return nil, errorf(api.CodeConflict, "image %s was removed just when its rootfs had been mounted: pull it again", name)
+	return nil, api.Errorf(api.CodeConflict, "image %s was removed just when its rootfs had been mounted: pull it again", name)
 }
 
 // holdMounted returns nil unless the image's rootfs is mounted and well. p is the
 // pull that mounted it just now, or nil.
-func (n *Node) holdMounted(name string, p *pull) *Held {
+func (n *Node) holdMounted(name string, p *pull.Pull) *Held {
+	img := n.images.Get(name)
+	if img == nil {
+		return nil
+	}
 	n.mu.Lock()
-	defer n.mu.Unlock()
-	img := n.images[name]
-	if img == nil || n.removing[name] || n.closing {
+	if n.closing {
+		n.mu.Unlock()
 		return nil
-	}
-	r := n.rootfs[img.ChainID]
-	if r == nil || !r.mounted || r.broken != nil {
-		return nil
-	}
-	if n.holds == nil {
-		n.holds = make(map[digest.Digest]int)
 	}
 	n.holds[img.ChainID]++
-	n.touch(img)
-	n.tryNow(name, n.opts.wantedRetry)
+	n.mu.Unlock()
+	// Who removes the image marks it first, and looks for holds then.
+	r := n.store.Get(img.ChainID)
+	if n.pulls.Blocked(name) || n.images.Get(name) == nil || r == nil || !r.Mount().Mounted() || r.Broken() != nil {
+		n.Release(img.ChainID)
+		return nil
+	}
+	n.images.Touch(name)
+	n.pulls.TryNow(name, n.opts.wantedRetry)
 	return &Held{
 		Ref:      img.Ref,
 		Digest:   img.Digest,
 		Manifest: img.Manifest,
 		Config:   img.Config,
 		ChainID:  img.ChainID,
-		Complete: r.rec.Complete && (p == nil || p.hadAll()),
-		Mount:    r.path("mnt"),
+		Complete: r.Complete() && (p == nil || p.HadAll()),
+		Mount:    r.Mountpoint(),
 	}
 }
 
@@ -113,26 +111,11 @@ func (n *Node) Release(chain digest.Digest) {
 	}
 }
 
-// RootfsUsage returns what a rootfs takes on the disk: bytes that are allocated,
-// and files. What is shared counts once: what it uses in the arena of another
-// rootfs there, and a lender's at the oldest of those that borrow from it.
+// RootfsUsage returns what a rootfs takes on the disk: see store.Store.Usage.
 func (n *Node) RootfsUsage(chain digest.Digest) (size, inodes int64, err error) {
-	n.mu.Lock()
-	r := n.rootfs[chain]
-	if r == nil {
-		n.mu.Unlock()
-		return 0, 0, errorf(api.CodeNotFound, "rootfs %s is not here", chain)
-	}
-	dirs := []string{r.dir}
-	for _, l := range n.lent {
-		if b := n.borrowersLocked(l); len(b) > 0 && b[0] == r {
-			dirs = append(dirs, l.dir)
-		}
-	}
-	n.mu.Unlock()
-	for _, dir := range dirs {
-		s, i := usage(dir)
-		size, inodes = size+s, inodes+i
+	size, inodes, ok := n.store.Usage(chain)
+	if !ok {
+		return 0, 0, api.Errorf(api.CodeNotFound, "rootfs %s is not here", chain)
 	}
 	return size, inodes, nil
 }
@@ -140,24 +123,19 @@ func (n *Node) RootfsUsage(chain digest.Digest) (size, inodes int64, err error) 
 // OpenBlob asks an image's registry for one of its blobs, as containerd would.
 // The bytes are not verified.
 func (n *Node) OpenBlob(ctx context.Context, name string, blob ocispec.Descriptor) (io.ReadCloser, error) {
-	r, err := parseRef(name)
+	r, err := pull.ParseRef(name)
 	if err != nil {
 		return nil, err
 	}
-	n.mu.Lock()
-	req := api.PullRequest{Ref: name}
-	if img := n.images[r.name]; img != nil {
-		req.PlainHTTP = img.Plain
-	}
-	n.mu.Unlock()
-	resolver := docker.NewResolver(docker.ResolverOptions{Hosts: n.hosts.Registry(ctx, n.want(r, req))})
-	fetcher, err := resolver.Fetcher(ctx, r.name)
+	req := n.pulls.About(r.Name, api.PullRequest{}.Credential)
+	resolver := docker.NewResolver(docker.ResolverOptions{Hosts: n.hosts.Registry(ctx, n.pulls.Want(r, req))})
+	fetcher, err := resolver.Fetcher(ctx, r.Name)
 	if err != nil {
 		return nil, fmt.Errorf("fetch blob %s of %s: %w", blob.Digest, name, err)
 	}
 	body, err := fetcher.Fetch(ctx, blob)
 	if err != nil {
-		return nil, errorf(api.CodeUnavailable, "fetch blob %s of %s: %w", blob.Digest, name, err)
+		return nil, api.Errorf(api.CodeUnavailable, "fetch blob %s of %s: %w", blob.Digest, name, err)
 	}
 	return body, nil
 }

@@ -134,11 +134,9 @@ func TestNothingIsLeftOfAReservedContainer(t *testing.T) {
 			if _, err := os.Stat(filepath.Join(h.root, "containers", "c")); !errors.Is(err, os.ErrNotExist) {
 				t.Errorf("its directory: %v", err)
 			}
-			h.n.mu.Lock()
-			if len(h.n.containers) != 0 {
-				t.Errorf("containers %v", h.n.containers)
+			if n := h.n.containers.Len(); n != 0 {
+				t.Errorf("%d containers", n)
 			}
-			h.n.mu.Unlock()
 			s.setHeader(true)
 			_ = h.n.RemoveImage(t.Context(), ref) // if it came to that
 			h.empty()

@@ -16,7 +16,7 @@ func (s *fakeServer) asked() (list []bundle.ImageRequest) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, r := range s.requests {
-		list = append(list, r.Images...)
+		list = append(list, r.Image)
 	}
 	return list
 }
@@ -53,7 +53,7 @@ func TestAResumedPullAsksForItsService(t *testing.T) {
 			h.pullFor(c.req)
 			before := len(s.asked())
 			h.stop()
-			if path := (&Node{opts: h.options()}).imagePath(c.req.Ref); c.older {
+			if path := h.imagePath(c.req.Ref); c.older {
 				b, err := os.ReadFile(path)
 				if err != nil {
 					t.Fatal(err)

@@ -1,7 +1,6 @@
 package node
 
 import (
-	"bytes"
 	"fmt"
 	"maps"
 	"math/rand/v2"
@@ -14,6 +13,7 @@ import (
 
 	"hydrofoil.dev/foil/internal/kernel"
 	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/store"
 )
 
 // blocks returns how many bytes the arenas below a root take on the disk.
@@ -126,7 +126,7 @@ func TestUsageCountsWhatIsSharedOnce(t *testing.T) {
 				t.Fatal(err)
 			}
 			for _, dir := range dirs {
-				size, _ := usage(dir)
+				size := store.DirSize(dir)
 				want += size
 			}
 			if got != want {
@@ -180,7 +180,7 @@ func TestNothingIsPunchedUnderAMountThatLivesOn(t *testing.T) {
 	if err := kernel.Unmount(overlay.Target, false); err != nil {
 		t.Fatal(err)
 	}
-	h.n.collect()
+	h.n.store.Collect()
 	h.takes("when it has gone", b)
 	h.same(b)
 	h.verified(refB)
@@ -291,39 +291,5 @@ func TestPullsAndRemovalsInAnyOrder(t *testing.T) {
 			h.same(images[i])
 		}
 		h.takes(fmt.Sprintf("after step %d, %s of image %d", step, what, i), left...)
-	}
-}
-
-func TestAFileInUseIsNoticed(t *testing.T) {
-	r := &rootfs{dir: t.TempDir()}
-	if r.inUse() {
-		t.Error("a file that is not there is in use")
-	}
-	path := r.path("meta.erofs")
-	if err := os.WriteFile(path, bytes.Repeat([]byte{1}, 100), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	if r.inUse() {
-		t.Error("a file that nobody has open is in use")
-	}
-	f, err := os.Open(path)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if !r.inUse() {
-		t.Error("a file that is open is not in use")
-	}
-	if err := os.Rename(path, r.path(oldMeta)); err != nil {
-		t.Fatal(err)
-	}
-	if err := os.WriteFile(path, []byte("made anew"), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	if !r.inUse() {
-		t.Error("the image of before is open, and not in use")
-	}
-	f.Close()
-	if r.inUse() {
-		t.Error("a file that was closed is in use still")
 	}
 }

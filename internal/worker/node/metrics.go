@@ -1,17 +1,11 @@
 package node
 
 import (
-	"errors"
 	"math"
-	"os"
-	"path/filepath"
-	"sync"
 
 	"github.com/prometheus/client_golang/prometheus"
 
 	"hydrofoil.dev/foil/internal/metrics"
-	"hydrofoil.dev/foil/internal/worker/api"
-	"hydrofoil.dev/foil/internal/worker/fetch"
 )
 
 // How a daemon began: what it found of the one before.
@@ -23,19 +17,10 @@ const (
 
 // nodeMetrics counts what a daemon does. docs/metrics.md lists all.
 type nodeMetrics struct {
-	pulls    *prometheus.CounterVec
-	failures *prometheus.CounterVec
-	mount    prometheus.Histogram
-	ready    prometheus.Histogram
-	wait     prometheus.Histogram
-	reused   *prometheus.CounterVec
-	pages    *prometheus.CounterVec
-	evicted  prometheus.Counter
-	keepers  prometheus.Counter
-
-	mu      sync.Mutex
-	running map[*fetch.Pull]struct{} // guarded by mu
-	ended   fetch.Progress           // guarded by mu: sums of those that have ended
+	ready   prometheus.Histogram
+	wait    prometheus.Histogram
+	evicted prometheus.Counter
+	keepers prometheus.Counter
 }
 
 func newMetrics() *nodeMetrics {
@@ -44,72 +29,10 @@ func newMetrics() *nodeMetrics {
 		return prometheus.NewHistogram(prometheus.HistogramOpts{Name: name, Help: help, Buckets: seconds})
 	}
 	return &nodeMetrics{
-		pulls: metrics.Counters(prometheus.CounterOpts{Name: "foil_node_pulls_total",
-			Help: "Pulls that have ended: complete, failed, or stopped (by a removal, or the end of the daemon)."},
-			[]string{"result"}, metrics.Each("complete", "failed", "stopped")...),
-		failures: metrics.Counters(prometheus.CounterOpts{Name: "foil_node_pull_failures_total",
-			Help: "Pulls that failed, by the code of the error."},
-			[]string{"code"}, metrics.Each(api.Codes...)...),
-		mount: histogram("foil_node_mount_seconds", "From the begin of a pull until containers could start on the image."),
-		ready: histogram("foil_node_ready_seconds", "From the start of a container's process until its probe said ready (those of foil run: nobody says when others are)."),
-		wait:  histogram("foil_node_read_wait_seconds", "How long reads waited for bytes that were absent: its count is that of the reads."),
-		reused: metrics.Counters(prometheus.CounterOpts{Name: "foil_node_reused_bytes_total",
-			Help: "Bytes of contents that pulls had from the disk: shared in the arena of another image, or copied from there."},
-			[]string{"how"}, metrics.Each("shared", "copied")...),
-		pages: metrics.Counters(prometheus.CounterOpts{Name: "foil_node_startup_pages_total",
-			Help: "Pages of 4 KiB of startup sets: hit, read until the container was ready, or unused by then. Only starts that are reported (--report) are looked at."},
-			[]string{"result"}, metrics.Each("hit", "unused")...),
+		ready:   histogram("foil_node_ready_seconds", "From the start of a container's process until its probe said ready (those of foil run: nobody says when others are)."),
+		wait:    histogram("foil_node_read_wait_seconds", "How long reads waited for bytes that were absent: its count is that of the reads."),
 		evicted: prometheus.NewCounter(prometheus.CounterOpts{Name: "foil_node_evictions_total", Help: "Images that were removed because of the disk limit."}),
 		keepers: prometheus.NewCounter(prometheus.CounterOpts{Name: "foil_node_keeper_restarts_total", Help: "Keepers that died and were replaced. Each is worth a look at the log."}),
-		running: make(map[*fetch.Pull]struct{}),
-	}
-}
-
-// begin counts a fetch from now on.
-func (m *nodeMetrics) begin(f *fetch.Pull) {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	m.running[f] = struct{}{}
-}
-
-// end keeps what a fetch that has ended did.
-func (m *nodeMetrics) end(f *fetch.Pull) {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	delete(m.running, f)
-	addProgress(&m.ended, f.Progress())
-}
-
-func addProgress(sum *fetch.Progress, p fetch.Progress) {
-	sum.Moved += p.Moved
-	sum.Stored += p.Stored
-	sum.Startup.Raw += p.Startup.Raw
-	sum.Promotions += p.Promotions
-	sum.Damaged += p.Damaged
-	sum.Resumes += p.Resumes
-}
-
-// fetched sums what all fetches did.
-func (m *nodeMetrics) fetched() fetch.Progress {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	sum := m.ended
-	for f := range m.running {
-		addProgress(&sum, f.Progress())
-	}
-	return sum
-}
-
-// over counts a pull that has ended.
-func (m *nodeMetrics) over(stopped bool, err error) {
-	switch {
-	case err == nil:
-		m.pulls.WithLabelValues("complete").Inc()
-	case stopped:
-		m.pulls.WithLabelValues("stopped").Inc()
-	default:
-		m.pulls.WithLabelValues("failed").Inc()
-		m.failures.WithLabelValues(asError(err).Code).Inc()
 	}
 }
 
@@ -148,7 +71,7 @@ func describe(name, help string, labels ...string) *prometheus.Desc {
 // Metrics returns what tells of the daemon. It must not be asked after Close.
 func (n *Node) Metrics() prometheus.Collector {
 	m := n.metrics
-	return metrics.Collectors{m.pulls, m.failures, m.mount, m.ready, m.wait, m.reused, m.pages, m.evicted, m.keepers, state{n}}
+	return append(metrics.Collectors{m.ready, m.wait, m.evicted, m.keepers, state{n}}, n.pulls.Metrics()...)
 }
 
 // state collects what is looked up.
@@ -178,7 +101,7 @@ func (s state) Collect(ch chan<- prometheus.Metric) {
 	for _, kind := range []string{beganNew, beganTakeover, beganLost} {
 		gauge(descBegan, toFloat(kind == n.began), kind)
 	}
-	sum := n.metrics.fetched()
+	sum := n.pulls.Fetched()
 	counter(descReceived, sum.Moved)
 	counter(descWritten, sum.Stored)
 	counter(descStartup, sum.Startup.Raw)
@@ -193,41 +116,26 @@ func (s state) Collect(ch chan<- prometheus.Metric) {
 	gauge(descKeeper, toFloat(n.keeper.PID() != 0))
 
 	images := map[string]int{"complete": 0, "pulling": 0, "broken": 0}
-	arenas := map[string]int{"complete": 0, "incomplete": 0, "broken": 0, "lender": 0}
-	stateOf := make(map[string]string) // of directories
+	for _, img := range n.images.List() {
+		images[stateOf(n.store.Get(img.ChainID))]++
+	}
 	running := 0
-	n.mu.Lock()
-	gauge(descWarnings, float64(len(n.warnings)))
-	gauge(descContainers, float64(len(n.containers)))
-	for _, p := range n.pulls {
-		if !p.ended() {
+	for _, p := range n.pulls.List() {
+		if !p.Ended() {
 			running++
 		}
-	}
-	for _, img := range n.images {
-		images[n.imageState(img)]++
-	}
-	for _, r := range n.rootfs {
-		state := "incomplete"
-		switch {
-		case r.broken != nil:
-			state = "broken"
-		case r.rec.Complete:
-			state = "complete"
-		}
-		arenas[state]++
-		stateOf[r.dir] = state
-	}
-	for _, r := range n.lent {
-		arenas["lender"]++
-		stateOf[r.dir] = "lender"
 	}
 	for _, c := range n.kept {
 		w, ok := c.Kept()
 		gauge(descServer, toFloat(ok), c.Base())
 		gauge(descRate, w.Rate, c.Base())
 	}
+	n.mu.Lock()
+	warnings := len(n.warnings)
 	n.mu.Unlock()
+	arenas, inState := n.store.Counts()
+	gauge(descWarnings, float64(warnings))
+	gauge(descContainers, float64(n.containers.Len()))
 	gauge(descRunning, float64(running))
 	for state, v := range images {
 		gauge(descImages, float64(v), state)
@@ -236,21 +144,14 @@ func (s state) Collect(ch chan<- prometheus.Metric) {
 		gauge(descArenas, float64(v), state)
 	}
 
-	d, err := n.space()
 	used := map[string]int64{"complete": 0, "incomplete": 0, "broken": 0, "lender": 0, "leftover": 0}
-	if err == nil {
-		var dirs []os.DirEntry
-		dirs, err = os.ReadDir(filepath.Join(n.opts.Root, "rootfs"))
-		for _, e := range dirs {
-			dir := filepath.Join(n.opts.Root, "rootfs", e.Name())
-			size, _ := usage(dir)
-			state := stateOf[dir]
-			if state == "" {
-				state = "leftover" // or it was laid out just now
-			}
-			used[state] += size
+	d, err := n.store.Disk(func(dir string, size int64) {
+		state := inState[dir]
+		if state == "" {
+			state = "leftover" // or it was laid out just now
 		}
-	}
+		used[state] += size
+	})
 	if err != nil {
 		for _, desc := range []*prometheus.Desc{descDisk, descFree, descSize, descLimit} {
 			ch <- prometheus.NewInvalidMetric(desc, err)
@@ -260,11 +161,11 @@ func (s state) Collect(ch chan<- prometheus.Metric) {
 	for state, v := range used {
 		gauge(descDisk, float64(v), state)
 	}
-	gauge(descFree, float64(d.free))
-	gauge(descSize, float64(d.size))
+	gauge(descFree, float64(d.Free))
+	gauge(descSize, float64(d.Size))
 	limit := math.Inf(1)
 	if n.opts.DiskLimit.set {
-		limit = float64(n.opts.DiskLimit.of(d.size))
+		limit = float64(n.opts.DiskLimit.of(d.Size))
 	}
 	gauge(descLimit, limit)
 }
@@ -275,21 +176,3 @@ func toFloat(b bool) float64 {
 	}
 	return 0
 }
-
-// imageState says how an image is: complete, pulling or broken. Called with
-// Node.mu held.
-func (n *Node) imageState(img *image) string {
-	r := n.rootfs[img.ChainID]
-	switch {
-	case r == nil || r.broken != nil:
-		return "broken"
-	case r.rec.Complete:
-		return "complete"
-	case r.mounted:
-		return "pulling"
-	}
-	return "broken"
-}
-
-// isStopped reports whether a pull ended because it was told to.
-func isStopped(err error) bool { return errors.Is(err, errStopping) || errors.Is(err, errRemoved) }

@@ -1,46 +1,49 @@
 package node
 
-import "hydrofoil.dev/foil/internal/format/toc"
+import (
+	"github.com/opencontainers/go-digest"
 
-// names finds paths of contents. It makes only those that are asked for: those of all files of a
-// large image are megabytes, and a start would wait for them.
-type names struct {
-	toc *toc.TOC
-	of  []int32 // by content: the number of a name of a file that has it; -1: none
-	in  []int32 // by name: the directory that it is in
-	dir []int32 // by directory: the number of its name
-}
+	"hydrofoil.dev/foil/internal/worker/store"
+)
 
-func namesOf(t *toc.TOC) *names {
-	n := &names{toc: t, of: make([]int32, len(t.Contents)), in: make([]int32, len(t.Dirents)), dir: make([]int32, len(t.Inodes))}
-	for c := range n.of {
-		n.of[c] = -1
-	}
-	for i := range t.Inodes {
-		first := t.Inodes[i].FirstChild
-		for k, d := range t.Children(i) {
-			name := int32(first) + int32(k)
-			n.in[name] = int32(i)
-			if child := &t.Inodes[d.Inode]; child.IsDir() {
-				n.dir[d.Inode] = name
-			} else if c := child.Content; c >= 0 && n.of[c] < 0 {
-				n.of[c] = name
-			}
+var _ store.Namer = (*Node)(nil)
+
+// Named implements store.Namer.
+func (n *Node) Named() map[digest.Digest]string {
+	named := make(map[digest.Digest]string)
+	name := func(chain digest.Digest, who string) {
+		if named[chain] == "" {
+			named[chain] = who
 		}
 	}
-	return n
+	for _, img := range n.images.List() {
+		name(img.ChainID, "image "+img.Ref)
+	}
+	for chain, ids := range n.containers.On() {
+		name(chain, "container "+ids[0])
+	}
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	for chain := range n.holds {
+		name(chain, "containerd")
+	}
+	return named
 }
 
-// path returns an absolute path of a file that has content c. A content of several files
-// has the same one each time.
-func (n *names) path(c int32) (path string, ok bool) {
-	name := n.of[c]
-	if name < 0 {
-		return "", false
+// ContainersOn implements store.Namer.
+func (n *Node) ContainersOn(chain digest.Digest) []string { return n.containers.On()[chain] }
+
+// Image implements store.Namer.
+func (n *Node) Image(chain digest.Digest) string {
+	if list := n.images.Of(chain); len(list) > 0 {
+		return list[0].Ref
 	}
-	path = "/" + n.toc.Dirents[name].Name
-	for dir := n.in[name]; dir != 0; dir = n.in[n.dir[dir]] {
-		path = "/" + n.toc.Dirents[n.dir[dir]].Name + path
-	}
-	return path, true
+	return chain.String()
+}
+
+// Held implements store.Namer.
+func (n *Node) Held(chain digest.Digest) bool {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.holds[chain] > 0
 }

@@ -1,25 +1,19 @@
-// Package node is the worker's daemon: it pulls images as bundles, mounts them
-// before their contents have arrived, keeps them, and prepares the filesystems
-// of containers on them.
+// Package node is the worker's daemon. It puts together what its parts are: images
+// (package images), pulls (pull), rootfs with their mounts and state (store),
+// containers (containers), and answers for them on the API's socket.
 //
 // # What is on the disk
 //
 //	<root>/lock            held by the one daemon of this root
-//	<root>/images/         one record for each reference (type image)
-//	<root>/rootfs/         one directory for each chain ID (type rootfs)
-//	<root>/containers/     one directory for each container (type container)
+//	<root>/images/         package images
+//	<root>/rootfs/         package store
+//	<root>/containers/     package containers
 //	<root>/run/            sockets, the daemon's log; of no use after a reboot
-//
-// # What is in memory
-//
-// Node holds the records, and for every rootfs that is incomplete its open
-// arena. A rootfs that is complete costs no descriptor and almost no heap: it is
-// mounted, and the daemon is out of its way.
 //
 // # After a crash
 //
 // Everything is found again from the disk, from the mounts that are there, and
-// from the descriptors in the keeper (package keeper): see restore.go.
+// from the descriptors in the keeper (package keeper): see store.Restore.
 package node
 
 import (
@@ -29,20 +23,24 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
-	"slices"
-	"strings"
 	"sync"
 	"time"
 
 	"github.com/opencontainers/go-digest"
 	"golang.org/x/sys/unix"
 
+	"hydrofoil.dev/foil/internal/kernel"
 	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/containers"
 	"hydrofoil.dev/foil/internal/worker/credentials"
-	"hydrofoil.dev/foil/internal/worker/fetch"
 	"hydrofoil.dev/foil/internal/worker/gate"
 	"hydrofoil.dev/foil/internal/worker/hosts"
+	"hydrofoil.dev/foil/internal/worker/images"
 	"hydrofoil.dev/foil/internal/worker/keeper"
+	"hydrofoil.dev/foil/internal/worker/locks"
+	"hydrofoil.dev/foil/internal/worker/pull"
+	"hydrofoil.dev/foil/internal/worker/remote"
+	"hydrofoil.dev/foil/internal/worker/store"
 )
 
 // Options configure a Node. Root is required.
@@ -92,22 +90,13 @@ type Options struct {
 	NoReports    bool
 	ReportSample float64
 
-	earlyFor    time.Duration // the constant of that name when 0
-	firstRetry  time.Duration // the same
-	wantedRetry time.Duration // the same
-	warmFor     time.Duration // the constant of that name when 0
-
 	// Listening, when set, is called when Serve's socket takes connections.
 	Listening func()
 
-	// crash, when set by a test, is called at named points.
-	crash func(point string)
-}
-
-func (n *Node) at(point string) {
-	if n.opts.crash != nil {
-		n.opts.crash(point)
-	}
+	// For tests: pull.Options.ClaimWithin, FirstRetry and Stalled, pull.WantedRetry,
+	// store.Options.KeepWarm when not 0; crash is called at named points.
+	claimWithin, firstRetry, stalled, wantedRetry, keepWarm time.Duration
+	crash                                                   func(point string)
 }
 
 // Node is the daemon. It implements api.Service.
@@ -116,51 +105,35 @@ type Node struct {
 	log     *slog.Logger
 	lock    *os.File
 	started time.Time
-	gate    gate.Gate
-	loop    bool // EROFS is mounted over loop devices
-	keeper  *keeper.Client
-	hosts   *hosts.Set
 	metrics *nodeMetrics
-	kept    []*fetch.Client // of opts.Connect
-	// gateLost: there was no gate to take over when this daemon started.
-	gateLost  bool
-	fromStore bool   // the gate was with Options.Store only
-	began     string // one of the constants of that name; set by restore
 
-	ctx  context.Context // ends when the node closes; pulls run under it
+	gate     gate.Gate
+	loop     bool // EROFS is mounted over loop devices
+	gateLost bool // there was no gate to take over when this daemon started
+	keeper   *keeper.Client
+	began    string // one of the constants of that name
+
+	hosts      *hosts.Set
+	kept       []*remote.Client // of opts.Connect
+	images     *images.Set
+	store      *store.Store
+	pulls      *pull.Puller
+	containers *containers.Set
+
+	ctx  context.Context // ends when the node closes
 	stop context.CancelCauseFunc
-	work sync.WaitGroup // pulls, and requests that use what Close takes away
-	// restored: what is on the disk and in the keeper has been looked at.
-	restored bool
+	work sync.WaitGroup // requests that use what Close takes away
 
-	// layout is held while the directory of a rootfs is laid out, taken over,
-	// unmounted or removed, so that one chain ID means one thing at a time. It is
-	// taken before mu, and for longer.
-	layout sync.Mutex
-
-	// eviction is held while it is decided what goes, and until it has gone. It
-	// is taken before layout.
+	// eviction is held while it is decided what goes, and until it has gone. It is
+	// held over I/O, and taken before every other lock.
 	eviction sync.Mutex
 
-	// mu guards what follows, and the rootfs as their type says. It is held for
-	// moments only, never during I/O: the gate's answers need it. A pull's own
-	// mutex is taken after it.
-	mu         sync.Mutex
-	closing    bool
-	images     map[string]*image         // by reference
-	rootfs     map[digest.Digest]*rootfs // by chain ID
-	lent       map[digest.Digest]*rootfs // lenders, by ID
-	containers map[string]*container
-	pulls      map[string]*pull      // by reference; the last one of each
-	waited     []*fetch.Waits        // of pulls that have ended, the last keptWaits
-	early      map[string]*pull      // by the reference that will claim them
-	removing   map[string]bool       // references that RemoveImage is at
-	retries    map[string]*retry     // pulls that failed, by reference
-	holds      map[digest.Digest]int // what Hold keeps, by chain ID
-	warnings   []string
-	evicting   bool
-	later      bool          // collect is going to be called again
-	pause      time.Duration // before that, the last time
+	mu       locks.Mutex[locks.Node]
+	closing  bool
+	restored bool // what is on the disk and in the keeper has been looked at
+	evicting bool
+	holds    map[digest.Digest]int // what Hold keeps, by chain ID
+	warnings []string
 }
 
 var _ api.Service = (*Node)(nil)
@@ -172,51 +145,24 @@ func New(opts Options) (_ *Node, err error) {
 		return nil, errors.New("node: no root directory given")
 	}
 	if os.Geteuid() != 0 {
-		return nil, errorf(api.CodeUnauthorized, "the node daemon mounts filesystems and needs root: run it with sudo, or as a system service")
+		return nil, api.Errorf(api.CodeUnauthorized, "the node daemon mounts filesystems and needs root: run it with sudo, or as a system service")
 	}
-	if opts.Root, err = filepath.Abs(opts.Root); err != nil {
+	if opts.Root, err = makeRoot(opts.Root); err != nil {
 		return nil, err
 	}
 	if opts.Logger == nil {
 		opts.Logger = slog.Default()
 	}
-	if opts.GiveUp == 0 {
-		opts.GiveUp = fetch.DefaultGiveUp
-	}
-	if opts.firstRetry == 0 {
-		opts.firstRetry = firstRetry
-	}
 	if opts.wantedRetry == 0 {
-		opts.wantedRetry = wantedRetry
-	}
-	if opts.earlyFor == 0 {
-		opts.earlyFor = earlyFor
-	}
-	if err := os.MkdirAll(opts.Root, 0o711); err != nil {
-		return nil, err
-	}
-	// The kernel lists mounts by their real paths.
-	if opts.Root, err = filepath.EvalSymlinks(opts.Root); err != nil {
-		return nil, err
-	}
-	for _, d := range []string{"images", "rootfs", "containers", "run"} {
-		if err := os.MkdirAll(filepath.Join(opts.Root, d), 0o711); err != nil {
-			return nil, err
-		}
+		opts.wantedRetry = pull.WantedRetry
 	}
 	n := &Node{
-		opts:       opts,
-		log:        opts.Logger,
-		started:    time.Now(),
-		rootfs:     make(map[digest.Digest]*rootfs),
-		lent:       make(map[digest.Digest]*rootfs),
-		containers: make(map[string]*container),
-		pulls:      make(map[string]*pull),
-		early:      make(map[string]*pull),
-		removing:   make(map[string]bool),
-		retries:    make(map[string]*retry),
-		metrics:    newMetrics(),
-		began:      beganNew,
+		opts:    opts,
+		log:     opts.Logger,
+		started: time.Now(),
+		metrics: newMetrics(),
+		began:   beganNew,
+		holds:   make(map[digest.Digest]int),
 	}
 	opts.Hosts.Logger = opts.Logger
 	n.hosts = hosts.New(opts.Hosts)
@@ -229,18 +175,7 @@ func New(opts Options) (_ *Node, err error) {
 			_ = n.Close()
 		}
 	}()
-	if n.images, err = n.loadImages(); err != nil {
-		return nil, err
-	}
-	if err := n.loadContainers(); err != nil {
-		return nil, err
-	}
-	n.dropTraced()
-	held, err := n.openGate()
-	if err != nil {
-		return nil, gateError(err)
-	}
-	if err := n.restore(held); err != nil {
+	if err := n.open(); err != nil {
 		return nil, err
 	}
 	for _, base := range opts.Connect {
@@ -254,6 +189,78 @@ func New(opts Options) (_ *Node, err error) {
 	return n, nil
 }
 
+// makeRoot makes the directories of a root, and returns its real path.
+func makeRoot(root string) (string, error) {
+	root, err := filepath.Abs(root)
+	if err != nil {
+		return "", err
+	}
+	if err := os.MkdirAll(root, 0o711); err != nil {
+		return "", err
+	}
+	// The kernel lists mounts by their real paths.
+	if root, err = filepath.EvalSymlinks(root); err != nil {
+		return "", err
+	}
+	for _, d := range []string{"images", "rootfs", "containers", "run"} {
+		if err := os.MkdirAll(filepath.Join(root, d), 0o711); err != nil {
+			return "", err
+		}
+	}
+	return root, nil
+}
+
+// open opens the parts, in the order in which they need each other.
+func (n *Node) open() (err error) {
+	o := n.opts
+	if n.images, err = images.Load(o.Root, n.log, n.Warn); err != nil {
+		return err
+	}
+	if n.containers, err = containers.Load(o.Root, n.log, n.Warn); err != nil {
+		return err
+	}
+	inherited, err := n.openGate()
+	if err != nil {
+		return gateError(err)
+	}
+	n.store = store.New(store.Options{
+		Root: o.Root, Gate: n.gate, Loop: n.loop, Drop: n.holders().Drop, Names: n, Warn: n.Warn, Logger: n.log,
+		KeepWarm: o.keepWarm, WakeAfter: o.wantedRetry, At: o.crash,
+		Waited: func(d time.Duration) { n.metrics.wait.Observe(d.Seconds()) },
+	})
+	n.pulls = pull.New(pull.Options{
+		Store: n.store, Images: n.images, Hosts: n.hosts, Logger: n.log, MakeRoom: n.makeRoom,
+		GiveUp: o.GiveUp, Workers: o.Workers, NoStartup: o.NoStartup, NoReports: o.NoReports, ReportSample: o.ReportSample,
+		Credentials: o.Credentials, At: o.crash, ClaimWithin: o.claimWithin, FirstRetry: o.firstRetry, Stalled: o.stalled,
+	})
+	n.containers.Attach(containers.Options{
+		Root: o.Root, Images: n.images, Store: n.store, Pulls: n.pulls, Gate: n.gate, Loop: n.loop,
+		WantedRetry: o.wantedRetry, Logger: n.log, Warn: n.Warn,
+	})
+	n.containers.DropTraced(n.ctx)
+	lost, err := n.store.Restore(inherited)
+	if err != nil {
+		return err
+	}
+	switch {
+	case !n.gateLost:
+		n.began = beganTakeover
+	case lost:
+		n.began = beganLost
+	}
+	n.mu.Lock()
+	n.restored = true
+	n.mu.Unlock()
+	var again []*images.Image
+	for _, img := range n.images.List() {
+		if r := n.store.Get(img.ChainID); r == nil || !r.Complete() || r.Broken() != nil {
+			again = append(again, img.Image)
+		}
+	}
+	n.pulls.GoOn(again, true)
+	return nil
+}
+
 func lockRoot(path string) (*os.File, error) {
 	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {
@@ -261,9 +268,17 @@ func lockRoot(path string) (*os.File, error) {
 	}
 	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
 		_ = f.Close()
-		return nil, errorf(api.CodeConflict, "another daemon uses %s (lock %s: %w): use its socket, or give this one another --root", filepath.Dir(path), path, err)
+		return nil, api.Errorf(api.CodeConflict, "another daemon uses %s (lock %s: %w): use its socket, or give this one another --root", filepath.Dir(path), path, err)
 	}
 	return f, nil
+}
+
+// gateError says of an error that there is no gate what that means.
+func gateError(err error) error {
+	if !kernel.Lacking(err) {
+		return err
+	}
+	return api.Errorf(api.CodeUnsupported, "this kernel, %s, cannot hold back reads of what is not here (fanotify pre-content events need Linux 6.14): %w; `foil doctor` says what this host lacks", kernel.Release(), err)
 }
 
 // enter lets a request use the node, which Close waits for until leave is
@@ -272,7 +287,7 @@ func (n *Node) enter() (leave func(), err error) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	if n.closing {
-		return nil, errStopping
+		return nil, pull.ErrStopping
 	}
 	n.work.Add(1)
 	return n.work.Done, nil
@@ -284,46 +299,26 @@ func (n *Node) enter() (leave func(), err error) {
 func (n *Node) Close() error {
 	n.mu.Lock()
 	n.closing = true
-	n.mu.Unlock()
-	n.stop(errStopping)
-	n.work.Wait()
-	// Nobody else is left, but the gate, which reads presence maps.
-	var errs []error
-	n.mu.Lock()
 	idle := n.restored
-	var open []*rootfs
-	for _, r := range n.rootfs {
-		if r.arena != nil {
-			open = append(open, r)
-		}
-		// One that could not be opened again has its gate all the same.
-		if !r.rec.Complete && (r.own() >= 0 || r.broken != nil) {
-			idle = false
-		}
-	}
 	n.mu.Unlock()
-	for _, r := range open {
-		if err := r.arena.Sync(context.Background()); err != nil {
-			errs = append(errs, err)
-		}
+	n.stop(pull.ErrStopping)
+	var errs []error
+	if n.pulls != nil {
+		n.pulls.Stop()
+	}
+	n.work.Wait()
+	if n.containers != nil {
+		n.containers.Wait()
+	}
+	if n.store != nil {
+		n.store.Stop()
+		// Nobody else is left, but the gate, which reads presence maps.
+		idle = idle && !n.store.NeedsGate()
+		errs = append(errs, n.store.Sync(context.Background()))
 	}
 	errs = append(errs, n.closeGate(idle))
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	for _, r := range n.rootfs {
-		if r.arena != nil {
-			errs = append(errs, r.arena.Close())
-			r.arena = nil
-		}
-		r.closeRetired()
-		if r.kept != nil {
-			_ = r.kept.Close()
-			r.kept = nil
-		}
-		r.contents.close()
-	}
-	for _, r := range n.lent {
-		r.close()
+	if n.store != nil {
+		errs = append(errs, n.store.Close())
 	}
 	n.hosts.Close()
 	if n.lock != nil {
@@ -340,70 +335,4 @@ func (n *Node) Warn(format string, args ...any) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	n.warnings = append(n.warnings, msg)
-}
-
-// Images lists what is here, by reference.
-func (n *Node) Images(context.Context) ([]api.Image, error) {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	list := make([]api.Image, 0, len(n.images))
-	for _, img := range n.images {
-		v := api.Image{
-			Ref:     img.Ref,
-			Digest:  img.Digest.String(),
-			ChainID: img.ChainID.String(),
-			State:   n.imageState(img),
-			Why:     img.Why,
-			Created: img.Created,
-		}
-		if r := n.rootfs[img.ChainID]; r != nil {
-			v.Files = r.rec.Files
-			v.ContentTotal = r.rec.Contents
-			v.ContentHere = r.here()
-			if r.broken != nil {
-				v.Why = r.broken.Error()
-			}
-		}
-		list = append(list, v)
-	}
-	slices.SortFunc(list, func(a, b api.Image) int { return strings.Compare(a.Ref, b.Ref) })
-	return list, nil
-}
-
-// here returns how many bytes of contents are here. Called with Node.mu held.
-func (r *rootfs) here() int64 {
-	if r.rec.Complete || r.own() < 0 {
-		return r.rec.Contents
-	}
-	if r.arena == nil {
-		return 0
-	}
-	return r.rec.Contents - (r.arena.Layout().ContentBytes() - r.arena.ContentHere())
-}
-
-// Status says what the daemon is doing.
-func (n *Node) Status(context.Context) (*api.Status, error) {
-	s := &api.Status{
-		Version: n.opts.Version,
-		PID:     os.Getpid(),
-		Started: n.started,
-		Gate:    n.gateName(),
-		Keeper:  n.keeper.PID(),
-	}
-	n.mu.Lock()
-	s.Warnings = slices.Clone(n.warnings)
-	for _, c := range n.kept {
-		w, ok := c.Kept()
-		s.Servers = append(s.Servers, api.ServerStatus{URL: c.Base(), Warm: ok, WarmUp: w.Bytes, Rate: w.Rate})
-	}
-	pulls := make([]*pull, 0, len(n.pulls))
-	for _, p := range n.pulls {
-		pulls = append(pulls, p)
-	}
-	n.mu.Unlock()
-	for _, p := range pulls {
-		s.Pulls = append(s.Pulls, p.status())
-	}
-	slices.SortFunc(s.Pulls, func(a, b api.PullStatus) int { return a.Time.Compare(b.Time) })
-	return s, nil
 }

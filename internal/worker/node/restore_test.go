@@ -11,6 +11,7 @@ import (
 	"testing"
 
 	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/store"
 )
 
 func TestCompleteImagesNeedNoServerAfterAReboot(t *testing.T) {
@@ -32,10 +33,8 @@ func TestCompleteImagesNeedNoServerAfterAReboot(t *testing.T) {
 		}
 		h.verified(ref)
 	}
-	h.n.mu.Lock()
-	defer h.n.mu.Unlock()
-	if len(h.n.pulls) > 0 {
-		t.Errorf("pulls of complete images: %v", h.n.pulls)
+	if pulls := h.n.pulls.List(); len(pulls) > 0 {
+		t.Errorf("pulls of complete images: %v", pulls)
 	}
 }
 
@@ -48,9 +47,7 @@ func TestOnlyWhatIsDurableIsBelievedAfterAReboot(t *testing.T) {
 	h := newHost(t)
 	h.mustPull(ref, api.Mounted)
 	h.here(ref, 25000)
-	h.n.mu.Lock()
-	a := h.n.rootfs[m.ChainID].arena
-	h.n.mu.Unlock()
+	a := h.n.store.Get(m.ChainID).Arena()
 	if err := a.Sync(t.Context()); err != nil {
 		t.Fatal(err)
 	}
@@ -103,9 +100,7 @@ func (h *host) rubbish(m *fakeImage, which func(i int) bool) {
 // partly is an image of those files of m that are here.
 func (h *host) partly(m *fakeImage) *fakeImage {
 	h.t.Helper()
-	h.n.mu.Lock()
-	a := h.n.rootfs[m.ChainID].arena
-	h.n.mu.Unlock()
+	a := h.n.store.Get(m.ChainID).Arena()
 	f := make(files)
 	for name, data := range m.files {
 		for i := range m.toc.Contents {
@@ -135,8 +130,8 @@ func TestWhatAnIncompleteImageLendsIsDurable(t *testing.T) {
 	}
 	ref2 := s.serve("user:1", user)
 	h.mustPull(ref2, api.Complete)
-	if rec := h.record(user); slices.Contains(rec.Arenas, user.ChainID) || !rec.Complete {
-		t.Fatalf("the image did not use the other's arena: %+v", rec)
+	if r := h.rootfs(user); slices.Contains(r.Arenas(), user.ChainID) || !r.Complete() {
+		t.Fatalf("the image did not use the other's arena: %v", r.Arenas())
 	}
 	durable, err := os.ReadFile(filepath.Join(h.dir(lender), "durable"))
 	if err != nil {
@@ -173,15 +168,13 @@ func TestWhatAnIncompleteImageLendsIsDurable(t *testing.T) {
 	h.empty()
 }
 
-func (h *host) record(m *fakeImage) rootfsRecord {
+func (h *host) rootfs(m *fakeImage) *store.Rootfs {
 	h.t.Helper()
-	h.n.mu.Lock()
-	defer h.n.mu.Unlock()
-	r := h.n.rootfs[m.ChainID]
+	r := h.n.store.Get(m.ChainID)
 	if r == nil {
 		h.t.Fatalf("no rootfs %s", m.ChainID)
 	}
-	return r.rec
+	return r
 }
 
 // The user of an incomplete arena was not complete when the power went, and
@@ -201,8 +194,8 @@ func TestWhatWasLentIsGoneAfterAReboot(t *testing.T) {
 	ref2 := s.serve("user:1", user)
 	s.setLimit(2)
 	h.mustPull(ref2, api.Mounted)
-	if rec := h.record(user); len(rec.Arenas) != 2 {
-		t.Fatalf("the image does not use the other's arena: %+v", rec)
+	if r := h.rootfs(user); len(r.Arenas()) != 2 {
+		t.Fatalf("the image does not use the other's arena: %v", r.Arenas())
 	}
 	h.stop()
 	if err := os.Remove(filepath.Join(h.dir(lender), "durable")); err != nil {
@@ -300,8 +293,8 @@ func TestDamageHarmsOneImageOnly(t *testing.T) {
 					}
 					refUser := s.serve("user:1", user)
 					h.mustPull(refUser, api.Complete)
-					if rec := h.record(user); slices.Contains(rec.Arenas, user.ChainID) {
-						t.Fatalf("the image did not use the other's arena: %+v", rec)
+					if r := h.rootfs(user); slices.Contains(r.Arenas(), user.ChainID) {
+						t.Fatalf("the image did not use the other's arena: %v", r.Arenas())
 					}
 					h.reboot()
 					damage[how](t, filepath.Join(h.dir(victim), file))
@@ -384,9 +377,9 @@ func TestAnImageRecordThatIsDamagedIsSetAside(t *testing.T) {
 	for name, b := range map[string]string{"empty": "", "no JSON": "{", "of no version": `{"version":0}`, "of another image": ""} {
 		h.mustPull(ref1, api.Complete)
 		h.mustPull(ref2, api.Complete)
-		path := h.n.imagePath(ref1)
+		path := h.imagePath(ref1)
 		if name == "of another image" {
-			other, err := os.ReadFile(h.n.imagePath(ref2))
+			other, err := os.ReadFile(h.imagePath(ref2))
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -425,12 +418,12 @@ func TestStateOfANewerVersionIsLeftAlone(t *testing.T) {
 	}
 	h.remove(gone)
 	h.takes("a lender is left", user)
-	image := h.n.imagePath(ref)
+	image := h.imagePath(ref)
 	h.stop()
 	for _, path := range []string{
 		image,
 		filepath.Join(h.dir(user), "rootfs.json"),
-		filepath.Join(h.dir(m), lenderRecord),
+		filepath.Join(h.dir(m), "lender.json"),
 		filepath.Join(h.root, "containers/c/container.json"),
 	} {
 		old, err := os.ReadFile(path)

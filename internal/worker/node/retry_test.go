@@ -75,9 +75,7 @@ func TestAPullThatGaveUpIsBegunAgain(t *testing.T) {
 	h.complete(ref)
 	h.same(m)
 	eventually(t, "nothing is left of the failures", func() error {
-		h.n.mu.Lock()
-		defer h.n.mu.Unlock()
-		if len(h.n.retries) > 0 {
+		if h.n.pulls.Retrying() > 0 {
 			return os.ErrExist
 		}
 		return nil
@@ -91,9 +89,7 @@ func TestARemovedImageIsNotBegunAgain(t *testing.T) {
 	s.setLimit(-1)
 	s.listen(s.addr)
 	eventually(t, "the pause is over", func() error {
-		h.n.mu.Lock()
-		defer h.n.mu.Unlock()
-		if len(h.n.retries) > 0 {
+		if h.n.pulls.Retrying() > 0 {
 			return os.ErrExist
 		}
 		return nil
@@ -135,7 +131,7 @@ func TestAReadOfAnAbsentServerFails(t *testing.T) {
 
 // Reads do not ask a server that is away more often than every few seconds, but fail.
 func TestReadsAreNoStorm(t *testing.T) {
-	_, h, m, ref := gaveUp(t, time.Hour, time.Hour)
+	_, h, m, _ := gaveUp(t, time.Hour, time.Hour)
 	for range 3 {
 		end, out := cat(t, filepath.Join(h.dir(m), "mnt", "f001-009"))
 		if err := ends(t, "the read", end); err == nil {
@@ -144,13 +140,6 @@ func TestReadsAreNoStorm(t *testing.T) {
 	}
 	if got := strings.Count(h.log.String(), "going on with the pull"); got != 0 {
 		t.Errorf("the pull was begun again %d times", got)
-	}
-	// Nor one that asks not to be asked.
-	h.n.mu.Lock()
-	defer h.n.mu.Unlock()
-	h.n.retries[ref].asked = time.Hour
-	if h.n.tryNow(ref, 0) {
-		t.Error("a server is asked before it wants to be")
 	}
 }
 
@@ -219,7 +208,7 @@ func TestAPullThatHasFailedIsNotJoined(t *testing.T) {
 	s.serve("app:1", m)
 	ended, end := context.WithCancel(t.Context())
 	end()
-	if _, err := h.n.startPull(ended, api.PullRequest{Ref: ref}, "", false); !errors.Is(err, context.Canceled) {
+	if _, err := h.n.pulls.Start(ended, api.PullRequest{Ref: ref}, "", false); !errors.Is(err, context.Canceled) {
 		t.Errorf("a pull that joins: %v, want one that waits", err)
 	}
 	go func() {
@@ -251,9 +240,7 @@ func TestAReadBeforeItsPullIsPromoted(t *testing.T) {
 	const last = "f001-009"
 	end, out := cat(t, filepath.Join(h.dir(m), "mnt", last))
 	eventually(t, "the read waits", func() error {
-		h.n.mu.Lock()
-		defer h.n.mu.Unlock()
-		if len(h.n.rootfs[m.ChainID].waiting) == 0 {
+		if h.rootfs(m).Waiting() == 0 {
 			return errors.New("it does not")
 		}
 		return nil

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"math/rand/v2"
 	"net"
 	"net/http"
 	"slices"
@@ -15,39 +14,19 @@ import (
 	"testing"
 
 	"github.com/opencontainers/go-digest"
-	"github.com/opencontainers/image-spec/identity"
 	"github.com/opencontainers/image-spec/specs-go"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
-	"golang.org/x/sys/unix"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/format/toc"
+	"hydrofoil.dev/foil/internal/format/toc/toctest"
 )
 
 // files are an image's files by name, in its root directory.
-type files map[string]string
+type files = toctest.Files
 
-// blob returns n bytes that seed decides.
-func blob(seed uint64, n int) string {
-	r := rand.New(rand.NewPCG(seed, 1))
-	b := make([]byte, n)
-	for i := range b {
-		b[i] = byte(r.IntN(64))
-	}
-	return string(b)
-}
-
-// some returns count files of some size each, whose bytes the seeds from first
-// on decide: equal seeds and sizes, equal bytes.
-func some(first uint64, count, size int) files {
-	f := make(files)
-	for i := range count {
-		seed := first + uint64(i)
-		f[fmt.Sprintf("f%03d-%03d", first, i)] = blob(seed, size+int(seed)-1)
-	}
-	return f
-}
+var some = toctest.Some
 
 // fakeImage is an image on the fake server.
 type fakeImage struct {
@@ -59,42 +38,11 @@ type fakeImage struct {
 
 func newFakeImage(t testing.TB, f files) *fakeImage {
 	t.Helper()
-	m := &fakeImage{data: make(map[segment.ID][]byte), files: f}
-	names := make([]string, 0, len(f))
-	all := digest.Canonical.Hash()
-	for name := range f {
-		names = append(names, name)
-	}
-	slices.Sort(names)
-	root := &toc.File{Mode: unix.S_IFDIR | 0o755, Children: map[string]*toc.File{}}
-	sp := segment.NewSplitter(nil)
-	for _, name := range names {
-		fmt.Fprintf(all, "%s=%s", name, f[name])
-		file := &toc.File{Mode: unix.S_IFREG | 0o644}
-		sp.Reset(strings.NewReader(f[name]))
-		c := &toc.Bytes{}
-		for {
-			p, err := sp.Next()
-			if errors.Is(err, io.EOF) {
-				break
-			}
-			if err != nil {
-				t.Fatal(err)
-			}
-			c.Segments = append(c.Segments, toc.Segment{ID: p.ID, Offset: p.Offset, Length: p.Length})
-			m.data[p.ID] = slices.Clone(p.Bytes)
-		}
-		if c.ID, c.Size = sp.Content(); c.Size > 0 {
-			file.Content = c
-		}
-		root.Children[name] = file
-	}
-	diff := digest.NewDigest(digest.Canonical, all)
-	m.ChainID = identity.ChainID([]digest.Digest{diff})
+	m := &fakeImage{files: f}
+	var diff digest.Digest
+	m.toc, diff, m.data = f.TOC(t)
+	m.ChainID = m.toc.ChainID
 	var err error
-	if m.toc, err = toc.Build(m.ChainID, root); err != nil {
-		t.Fatal(err)
-	}
 	if m.TOC, err = toc.Encode(m.toc); err != nil {
 		t.Fatal(err)
 	}
@@ -132,7 +80,20 @@ type fakeServer struct {
 	toc      string                // what becomes of a header before its TOC: "wait", "cut" (once) or ""
 	requests []bundle.Request
 	promoted []uint32 // frames that were asked for ahead of their turn
+	streams  []*fakeStream
 	closed   bool
+}
+
+// fakeStream is a stream of the fake server. Guarded by fakeServer.mu.
+type fakeStream struct {
+	repository string
+	skip       map[uint32]bool
+	promoted   []uint32
+	chosen     bool // the worker has said what it does not want, or was not to say it
+	limited    bool // limit counts for it alone
+	limit      int
+	fail       bool // it ends with an error
+	sent       int  // frames
 }
 
 func newFakeServer(t testing.TB) *fakeServer {
@@ -185,6 +146,42 @@ func (s *fakeServer) setLimit(n int) {
 	defer s.mu.Unlock()
 	s.limit = n
 	s.changed.Broadcast()
+}
+
+// last returns the last stream of a repository, or nil.
+func (s *fakeServer) last(repository string) *fakeStream {
+	for _, st := range slices.Backward(s.streams) {
+		if st.repository == repository {
+			return st
+		}
+	}
+	return nil
+}
+
+// change changes the last stream of a repository, which there must be.
+func (s *fakeServer) change(repository string, fn func(*fakeStream)) {
+	s.t.Helper()
+	eventually(s.t, "a stream of "+repository, func() error {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		st := s.last(repository)
+		if st == nil {
+			return errors.New("there is none")
+		}
+		fn(st)
+		s.changed.Broadcast()
+		return nil
+	})
+}
+
+// sent is how many frames all streams have sent.
+func (s *fakeServer) sent() (n int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, st := range s.streams {
+		n += st.sent
+	}
+	return n
 }
 
 func (s *fakeServer) setHeader(on bool) {
@@ -253,19 +250,23 @@ func (s *fakeServer) pull(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	var out *bundle.Writer
+	st := &fakeStream{repository: req.Image.Repository, skip: make(map[uint32]bool), chosen: !req.Choose}
 	s.mu.Lock()
+	s.streams = append(s.streams, st)
+	id := fmt.Sprintf("s%d", len(s.streams)-1)
+	s.changed.Broadcast()
 	s.requests = append(s.requests, *req)
-	m := s.find(req.Images[0])
+	m := s.find(req.Image)
 	s.mu.Unlock()
 	out = bundle.NewWriter(w)
-	_ = out.Hello(bundle.Hello{Version: 1, Stream: "s"})
+	_ = out.Hello(bundle.Hello{Version: 1, Stream: id})
 	_ = out.Flush()
 	http.NewResponseController(w).Flush() //nolint:errcheck
 	if !s.may(r, func() bool { return s.header }) {
 		return
 	}
 	if m == nil {
-		_ = out.Error(&bundle.Error{Code: bundle.CodeNotFound, Message: "no image " + req.Images[0].Repository})
+		_ = out.Error(&bundle.Error{Code: bundle.CodeNotFound, Message: "no image " + req.Image.Repository})
 		return
 	}
 	header := m.Image
@@ -275,8 +276,10 @@ func (s *fakeServer) pull(w http.ResponseWriter, r *http.Request) {
 		}
 	}
 	var section bytes.Buffer
-	_ = out.Flush()
-	on := out.Continue(&section)
+	on := bundle.NewWriter(&section)
+	_ = on.Hello(bundle.Hello{Version: 1, Stream: "s"})
+	_ = on.Flush()
+	section.Reset()
 	_ = on.Image(&header)
 	_ = on.Flush()
 	b := section.Bytes()
@@ -294,21 +297,70 @@ func (s *fakeServer) pull(w http.ResponseWriter, r *http.Request) {
 	}
 	_, _ = w.Write(header.TOC)
 	plan, frames := s.plan(m, req)
-	if req.Images[0].Header {
+	if req.Image.Header {
 		plan, frames = &bundle.Plan{}, nil
 	}
 	_ = out.Plan(plan)
 	_ = out.Flush()
-	for i, f := range frames {
+	done := make([]bool, len(frames))
+	for n := 0; ; n++ {
 		http.NewResponseController(w).Flush() //nolint:errcheck
-		if !s.may(r, func() bool { return s.limit < 0 || i < s.limit }) {
+		i := -1                               // that is sent next
+		if !s.may(r, func() bool { i = s.next(st, n, done); return i != notYet }) {
 			panic(http.ErrAbortHandler)
 		}
-		if out.Frame(uint32(i), f) != nil || out.Flush() != nil {
+		s.mu.Lock()
+		fail := st.fail
+		if i < len(frames) {
+			st.sent++
+		}
+		s.mu.Unlock()
+		switch {
+		case fail:
+			_ = out.Error(&bundle.Error{Code: bundle.CodeNotFound, Message: "it was deleted"})
+			return
+		case i == len(frames):
+			_ = out.End()
+			return
+		}
+		done[i] = true
+		if out.Frame(uint32(i), frames[i]) != nil || out.Flush() != nil {
 			return
 		}
 	}
-	_ = out.End()
+}
+
+const notYet = -1
+
+// next returns which frame a stream sends after n of them; len(done): it ends. Called with mu held.
+func (s *fakeServer) next(st *fakeStream, n int, done []bool) int {
+	if st.fail {
+		return len(done)
+	}
+	if st.limited { // only there are promoted frames sent
+		for _, f := range st.promoted {
+			if !done[f] {
+				return int(f)
+			}
+		}
+	}
+	limit := s.limit
+	if st.limited {
+		limit = st.limit
+	}
+	for i := range done {
+		if done[i] || st.skip[uint32(i)] {
+			continue
+		}
+		if !st.chosen || limit >= 0 && n >= limit {
+			return notYet
+		}
+		return i
+	}
+	if !st.chosen {
+		return notYet
+	}
+	return len(done)
 }
 
 func (s *fakeServer) promote(w http.ResponseWriter, r *http.Request) {
@@ -319,6 +371,19 @@ func (s *fakeServer) promote(w http.ResponseWriter, r *http.Request) {
 	}
 	s.mu.Lock()
 	s.promoted = append(s.promoted, want.Frames...)
+	var i int
+	if _, err := fmt.Sscanf(want.Stream, "s%d", &i); err == nil {
+		st := s.streams[i]
+		st.promoted = append(st.promoted, want.Frames...)
+		for _, f := range want.Skip {
+			st.skip[f] = true
+		}
+		for _, f := range st.promoted {
+			delete(st.skip, f)
+		}
+		st.chosen = st.chosen || want.Chosen
+	}
+	s.changed.Broadcast()
 	s.mu.Unlock()
 	w.WriteHeader(http.StatusNoContent)
 }

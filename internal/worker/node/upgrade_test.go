@@ -70,7 +70,7 @@ func TestUpgradeOfAnIncompleteImage(t *testing.T) {
 			ref := s.serve("app:1", m)
 			s.setLimit(arrived)
 			h := newHost(t)
-			if _, err := h.n.startPull(t.Context(), api.PullRequest{Ref: ref, Entrypoint: []string{"/f"}, Args: []string{"x"}}, "", false); err != nil {
+			if _, err := h.n.pulls.Start(t.Context(), api.PullRequest{Ref: ref, Entrypoint: []string{"/f"}, Args: []string{"x"}}, "", false); err != nil {
 				t.Fatal(err)
 			}
 			h.mustPull(ref, api.Mounted)

@@ -89,14 +89,3 @@ func TestReadsThatWaitAreTold(t *testing.T) {
 		t.Errorf("the report of a name without a host: %v", err)
 	}
 }
-
-// What is remembered of pulls that have ended is bounded.
-func TestWaitsOfOldPullsAreForgotten(t *testing.T) {
-	n := &Node{}
-	for range 3 * keptWaits {
-		n.keepWaits(&pull{})
-	}
-	if len(n.waited) != keptWaits {
-		t.Errorf("%d pulls are remembered", len(n.waited))
-	}
-}

@@ -189,9 +189,10 @@ type noted struct {
 	arena int
 }
 
-func (n *noted) Present(off, count int64) bool {
+func (n *noted) Present(int64, int64) bool { return true }
+
+func (n *noted) Met(off, count int64, _ bool) {
 	n.r.Add(n.arena, off, count, time.Now(), false)
-	return true
 }
 
 func (n *noted) Need(context.Context, int64, int64) error { return nil }

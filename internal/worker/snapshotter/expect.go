@@ -7,12 +7,13 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
-	"strings"
 	"time"
 
 	"github.com/containerd/containerd/v2/pkg/snapshotters"
 
+	"hydrofoil.dev/foil/internal/durable"
 	"hydrofoil.dev/foil/internal/worker/node"
+	"hydrofoil.dev/foil/internal/worker/pull"
 )
 
 // expectation is an image that containerd has resolved, and will ask for if it
@@ -25,6 +26,9 @@ import (
 // before they are in the metadata until they are claimed. It is not synced: it is
 // for the kills that the page cache survives. After those that it does not,
 // containerd starts as well, and then removes what it does not know.
+//
+// Without it a start of redis through CRI took 0.05 s more, of 0.4 (docs/results.md,
+// "Through CRI").
 type expectation struct {
 	done  chan struct{} // closed when they are made, or cannot be
 	made  []*record     // lowest first; set before done is closed
@@ -53,7 +57,7 @@ func (s *Snapshotter) expectedFile(image string) string {
 
 // Expect says that containerd has resolved an image, and what its manifest and
 // config are. It returns at once.
-func (s *Snapshotter) Expect(h *node.Header) {
+func (s *Snapshotter) Expect(h *pull.Header) {
 	if s.opts.Node == nil || s.opts.Node.Has(h.Name) {
 		return // nothing is to be waited for
 	}
@@ -80,7 +84,7 @@ func (s *Snapshotter) Expect(h *node.Header) {
 	})
 }
 
-func (s *Snapshotter) expect(h *node.Header, p *pulled, e *expectation) error {
+func (s *Snapshotter) expect(h *pull.Header, p *pulled, e *expectation) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.closed || s.expected[h.Name] != e {
@@ -179,7 +183,7 @@ func (s *Snapshotter) ownRoot(r *record, held *node.Held) error {
 	if err := os.Chown(s.fsDir(r.ID), uid, gid); err != nil {
 		return err
 	}
-	return syncFile(s.fsDir(r.ID))
+	return durable.Sync(s.fsDir(r.ID))
 }
 
 // expire ends an expectation that nobody has asked for. What the node has begun
@@ -258,10 +262,4 @@ func (s *Snapshotter) dropExpected(ctx context.Context) {
 		}
 		_ = os.Remove(path)
 	}
-}
-
-// bootID tells one boot from another.
-func bootID() (string, error) {
-	b, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
-	return strings.TrimSpace(string(b)), err
 }

@@ -16,11 +16,11 @@ import (
 	"pgregory.net/rapid"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
-	"hydrofoil.dev/foil/internal/worker/node"
+	"hydrofoil.dev/foil/internal/worker/pull"
 )
 
-func (img testImage) header() *node.Header {
-	return &node.Header{
+func (img testImage) header() *pull.Header {
+	return &pull.Header{
 		Name:     img.name,
 		Manifest: bundle.Blob{Digest: img.manifest, Bytes: img.held.Manifest},
 		Config:   bundle.Blob{Bytes: img.held.Config},
@@ -77,7 +77,7 @@ func TestExpectedImage(t *testing.T) {
 	if len(f.asked) != 0 {
 		t.Errorf("the image was held before containerd asked for it: %q", f.asked)
 	}
-	names := pull(t, s, img, 0, "")
+	names := pullBy(t, s, img, 0, "")
 	if diff := cmp.Diff(made, slices.Sorted(slices.Values(names))); diff != "" {
 		t.Errorf("made before containerd asked (-), and found (+):\n%s", diff)
 	}
@@ -101,7 +101,7 @@ func TestExpectedImage(t *testing.T) {
 		t.Fatal(err)
 	}
 	s = open(t, dir, f)
-	if diff := cmp.Diff(names, pull(t, s, img, 0, "")); diff != "" {
+	if diff := cmp.Diff(names, pullBy(t, s, img, 0, "")); diff != "" {
 		t.Errorf("after a restart (-before +after):\n%s", diff)
 	}
 	remove(t, s, "container", names[2], names[1], names[0])
@@ -123,7 +123,7 @@ func TestExpectedRootsOwner(t *testing.T) {
 	}
 	s := open(t, t.TempDir(), f)
 	e := expect(s, img)
-	pull(t, s, img, 0, "")
+	pullBy(t, s, img, 0, "")
 	if uid, gid, err := ownerOf(s.fsDir(e.made[0].ID)); uid != 12 || gid != 34 || err != nil {
 		t.Errorf("owner %d:%d, %v", uid, gid, err)
 	}
@@ -183,7 +183,7 @@ func TestUnaskedImageGoes(t *testing.T) {
 				t.Errorf("left: %q; asked for %q", files, f.asked)
 			}
 			// It can be had all the same.
-			remove(t, s, reversed(pull(t, s, img, 0, ""))...)
+			remove(t, s, reversed(pullBy(t, s, img, 0, ""))...)
 		})
 	}
 }
@@ -204,7 +204,7 @@ func TestUnaskedImageOfTheUserStays(t *testing.T) {
 	if !f.here[img.name] {
 		t.Error("it was removed")
 	}
-	remove(t, s, pull(t, s, img, 0, "")...)
+	remove(t, s, pullBy(t, s, img, 0, "")...)
 	if !f.here[img.name] {
 		t.Error("it was removed with containerd's snapshots")
 	}
@@ -238,7 +238,7 @@ func TestExpectedImageThatIsFull(t *testing.T) {
 	img.held.Complete = true
 	s := open(t, t.TempDir(), f)
 	expect(s, img)
-	names := pull(t, s, img, 0, "")
+	names := pullBy(t, s, img, 0, "")
 	counted(t, s, PathFull, PathFull)
 	if got := walk(t, s); len(got) != 2 {
 		t.Errorf("snapshots: %q", got)
@@ -257,7 +257,7 @@ func TestExpectedImageIsCollected(t *testing.T) {
 		for _, r := range slices.Backward(e.made[3-n:]) {
 			remove(t, s, r.Name)
 		}
-		names := pull(t, s, img, 0, "")
+		names := pullBy(t, s, img, 0, "")
 		if got := walk(t, s); len(got) != 3 || f.holds[img.held.ChainID] != 1 {
 			t.Errorf("%d collected: snapshots %q, holds %v", n, got, f.holds)
 		}

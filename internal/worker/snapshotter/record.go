@@ -19,6 +19,7 @@ import (
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"golang.org/x/sync/errgroup"
 
+	"hydrofoil.dev/foil/internal/durable"
 	"hydrofoil.dev/foil/internal/worker/node"
 )
 
@@ -297,15 +298,15 @@ func (s *Snapshotter) syncDirs(made []*record, marker string) error {
 		return nil
 	}
 	var all errgroup.Group
-	all.Go(func() error { return syncFile(filepath.Join(s.opts.Dir, "snapshots")) })
+	all.Go(func() error { return durable.Sync(filepath.Join(s.opts.Dir, "snapshots")) })
 	if made[0].expected {
 		for _, path := range []string{marker, filepath.Dir(marker)} {
-			all.Go(func() error { return syncFile(path) })
+			all.Go(func() error { return durable.Sync(path) })
 		}
 	}
 	for _, r := range made {
 		for _, path := range []string{s.lazy(r.ID), s.dir(r.ID)} {
-			all.Go(func() error { return syncFile(path) })
+			all.Go(func() error { return durable.Sync(path) })
 		}
 	}
 	return all.Wait()
@@ -314,35 +315,14 @@ func (s *Snapshotter) syncDirs(made []*record, marker string) error {
 // writeDurably makes a file hold b, or what it held before, after a crash. Its
 // directory and that one's may be new.
 func writeDurably(path string, b []byte) error {
-	f, err := os.OpenFile(path+".new", os.O_CREATE|os.O_WRONLY|os.O_TRUNC, 0o600)
-	if err != nil {
-		return err
-	}
-	_, err = f.Write(b)
-	if err == nil {
-		err = f.Sync()
-	}
-	if err = errors.Join(err, f.Close()); err == nil {
-		err = os.Rename(f.Name(), path)
-	}
-	if err != nil {
+	if err := durable.Replace(path, b); err != nil {
 		return fmt.Errorf("write %s: %w", path, err)
 	}
-	for d := filepath.Dir(path); ; d = filepath.Dir(d) {
-		if err := syncFile(d); err != nil {
+	for d := filepath.Dir(path); filepath.Base(d) != "snapshots" && filepath.Base(d) != "images"; {
+		d = filepath.Dir(d)
+		if err := durable.Sync(d); err != nil {
 			return err
 		}
-		if base := filepath.Base(d); base == "snapshots" || base == "images" {
-			return nil
-		}
 	}
-}
-
-// syncFile makes a file or a directory durable.
-func syncFile(path string) error {
-	f, err := os.Open(path)
-	if err != nil {
-		return err
-	}
-	return errors.Join(f.Sync(), f.Close())
+	return nil
 }

@@ -66,6 +66,7 @@ import (
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"github.com/prometheus/client_golang/prometheus"
 
+	"hydrofoil.dev/foil/internal/kernel"
 	"hydrofoil.dev/foil/internal/worker/node"
 )
 
@@ -182,9 +183,11 @@ func Open(ctx context.Context, opts Options) (_ *Snapshotter, err error) {
 		return nil, err
 	}
 	s := &Snapshotter{opts: opts, log: opts.Logger, records: make(map[string]*record), pulls: make(map[string]*pulled), refused: make(map[string]refusal), expected: make(map[string]*expectation), asking: make(map[string]int), paths: newPaths()}
-	if s.boot, err = bootID(); err != nil {
+	boot, err := kernel.ReadBootID()
+	if err != nil {
 		return nil, err
 	}
+	s.boot = boot.String()
 	s.unpacked = prometheus.NewCounter(prometheus.CounterOpts{Name: "foil_node_unpacked_layers_total",
 		Help: "Layers of lazy images that were fetched and unpacked after all, because something that is not in the image is made on them."})
 	if s.meta, err = storage.NewMetaStore(filepath.Join(opts.Dir, "metadata.db")); err != nil {

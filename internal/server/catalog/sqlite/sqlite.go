@@ -13,7 +13,6 @@ import (
 	"errors"
 	"fmt"
 	"net/url"
-	"os"
 	"path/filepath"
 
 	"github.com/opencontainers/go-digest"
@@ -21,6 +20,7 @@ import (
 	sqlite3 "modernc.org/sqlite" // also registers the driver
 	codes "modernc.org/sqlite/lib"
 
+	"hydrofoil.dev/foil/internal/durable"
 	"hydrofoil.dev/foil/internal/server/catalog"
 )
 
@@ -152,7 +152,7 @@ func open(ctx context.Context, path string) (_ *Catalog, err error) {
 		return nil, err
 	}
 	// SQLite syncs the directory for its journals, not for the database itself.
-	if err := syncDir(filepath.Dir(abs)); err != nil {
+	if err := durable.Sync(filepath.Dir(abs)); err != nil {
 		return nil, err
 	}
 	if c.read, err = connect("deferred", "query_only(1)"); err != nil {
@@ -164,14 +164,6 @@ func open(ctx context.Context, path string) (_ *Catalog, err error) {
 		return nil, err
 	}
 	return c, nil
-}
-
-func syncDir(dir string) error {
-	f, err := os.Open(dir)
-	if err != nil {
-		return err
-	}
-	return errors.Join(f.Sync(), f.Close())
 }
 
 // Close implements catalog.Catalog.

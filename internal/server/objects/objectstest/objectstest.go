@@ -1,4 +1,5 @@
-// Package objectstest is the conformance suite of objects.Store.
+// Package objectstest has the conformance suite of objects.Store, and Memory, a
+// store for tests that fails on demand.
 package objectstest
 
 import (

@@ -22,6 +22,7 @@ import (
 	"hydrofoil.dev/foil/internal/server/catalog/sqlite"
 	"hydrofoil.dev/foil/internal/server/dedup"
 	"hydrofoil.dev/foil/internal/server/objects"
+	"hydrofoil.dev/foil/internal/server/objects/objectstest"
 )
 
 // World is a server's stores.
@@ -45,7 +46,7 @@ func New(t testing.TB, store objects.Store) *World {
 		}
 	})
 	if store == nil {
-		store = objects.NewMemory()
+		store = objectstest.NewMemory()
 	}
 	return &World{store, cat, &dedup.Store{Objects: store, Catalog: cat}}
 }

@@ -58,6 +58,9 @@ func (b *Backing) Present(off, n int64) bool {
 	return b.presentLocked(off, n)
 }
 
+// Met implements gate.Backing.
+func (b *Backing) Met(int64, int64, bool) {}
+
 func (b *Backing) presentLocked(off, n int64) bool {
 	from, to := b.blocks(off, n)
 	for i := from; i < to; i++ {

@@ -1,0 +1,191 @@
+// Package contents is the list of what the arena of a rootfs holds, sorted, so
+// that another image's pull finds in one merge what it can use in place. It is
+// derived from the TOC and the placement, and is mapped, not read: a worker with
+// many images keeps none of this in its heap.
+//
+// The file:
+//
+//	 8 bytes  magic "FOILCNT1"
+//	32 bytes  SHA-256 of all records
+//	40 bytes  each record: ID (32), offset in the arena (8, little-endian)
+//
+// A record is a whole content or, with bit 63 of its offset set, one segment of
+// a content that has several. Records are sorted by ID, and a content before a
+// segment of the same ID. A file with another length, magic or digest is made
+// again: a wrong offset would be a wrong byte in another image.
+package contents
+
+import (
+	"bytes"
+	"crypto/sha256"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"os"
+	"sort"
+
+	"golang.org/x/sys/unix"
+
+	"hydrofoil.dev/foil/internal/format/segment"
+	"hydrofoil.dev/foil/internal/format/toc"
+	"hydrofoil.dev/foil/internal/worker/arena"
+)
+
+const magic = "FOILCNT1"
+
+const (
+	recordSize = 40
+	headerSize = len(magic) + sha256.Size
+)
+
+// List is a mapped contents file.
+type List struct{ data []byte }
+
+// pieceBit marks the record of a segment that is not a whole content.
+const pieceBit = 1 << 63
+
+// Write makes the file that lists what lies in the rootfs's own arena, laid out by l.
+func Write(path string, t *toc.TOC, l *arena.Layout) error {
+	type record struct {
+		id  *segment.ID
+		off uint64
+	}
+	// Contents before pieces, both in the order of their places: it decides between equal IDs.
+	recs := make([]record, 0, l.Segments())
+	for i := range t.Contents {
+		if off, ok := l.Offset(i); ok {
+			recs = append(recs, record{&t.Contents[i].ID, uint64(off)})
+		}
+	}
+	for i := range t.Contents {
+		c := &t.Contents[i]
+		off, ok := l.Offset(i)
+		if !ok || c.Segments == 1 {
+			continue
+		}
+		for k := c.First; k < c.First+c.Segments; k++ {
+			if s := &t.Segments[k]; !s.ID.IsHole() {
+				recs = append(recs, record{&s.ID, uint64(off+s.Offset) | pieceBit})
+			}
+		}
+	}
+	order := make([]uint32, len(recs))
+	for i := range order {
+		order[i] = uint32(i)
+	}
+	segment.Sort(order, func(i uint32) *segment.ID { return recs[i].id })
+	b := make([]byte, headerSize, headerSize+len(recs)*recordSize)
+	for _, i := range order {
+		b = append(b, recs[i].id[:]...)
+		b = binary.LittleEndian.AppendUint64(b, recs[i].off)
+	}
+	digest := sha256.Sum256(b[headerSize:])
+	copy(b, magic)
+	copy(b[len(magic):], digest[:])
+	return os.WriteFile(path, b, 0o600)
+}
+
+// Open maps a contents file, and believes it or says why not.
+func Open(path string) (*List, error) {
+	c, err := Map(path)
+	if err != nil {
+		return nil, err
+	}
+	if err := check(c.data); err != nil {
+		c.Close()
+		return nil, fmt.Errorf("contents file %s: %w", path, err)
+	}
+	return c, nil
+}
+
+// Map maps a contents file that was just written by this process.
+func Map(path string) (*List, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	fi, err := f.Stat()
+	if err != nil {
+		return nil, err
+	}
+	n := fi.Size()
+	if n < int64(headerSize) || (n-int64(headerSize))%recordSize != 0 {
+		return nil, fmt.Errorf("contents file %s: %d bytes is no length it can have", path, n)
+	}
+	data, err := unix.Mmap(int(f.Fd()), 0, int(n), unix.PROT_READ, unix.MAP_SHARED)
+	if err != nil {
+		return nil, fmt.Errorf("map contents file %s: %w", path, err)
+	}
+	return &List{data}, nil
+}
+
+// check believes a contents file or says why not.
+func check(data []byte) error {
+	if len(data) < headerSize || (len(data)-headerSize)%recordSize != 0 {
+		return fmt.Errorf("%d bytes is no length it can have", len(data))
+	}
+	if string(data[:len(magic)]) != magic {
+		return errors.New("not one of ours")
+	}
+	if sha256.Sum256(data[headerSize:]) != [sha256.Size]byte(data[len(magic):]) {
+		return errors.New("damaged: its digest is another")
+	}
+	return nil
+}
+
+// Close unmaps the list. Nobody may use it any more.
+func (c *List) Close() {
+	if c != nil && c.data != nil {
+		_ = unix.Munmap(c.data)
+		c.data = nil
+	}
+}
+
+// Len is how many records there are.
+func (c *List) Len() int { return (len(c.data) - headerSize) / recordSize }
+
+func (c *List) id(i int) []byte {
+	at := headerSize + i*recordSize
+	return c.data[at : at+len(segment.ID{})]
+}
+
+func (c *List) offset(i int) (off int64, piece bool) {
+	at := headerSize + i*recordSize + len(segment.ID{})
+	v := binary.LittleEndian.Uint64(c.data[at:])
+	return int64(v &^ pieceBit), v&pieceBit != 0
+}
+
+// Only returns the bytes of a contents file that lists what lies in keep: whole
+// contents, in the order of their places.
+func (c *List) Only(keep []arena.Range) ([]byte, error) {
+	b := make([]byte, headerSize)
+	for i := range c.Len() {
+		off, _ := c.offset(i)
+		k := sort.Search(len(keep), func(k int) bool { return keep[k].Off > off }) - 1
+		if k >= 0 && off < keep[k].Off+keep[k].Len {
+			at := headerSize + i*recordSize
+			b = append(b, c.data[at:at+recordSize]...)
+		}
+	}
+	digest := sha256.Sum256(b[headerSize:])
+	copy(b, magic)
+	copy(b[len(magic):], digest[:])
+	return b, check(b)
+}
+
+// Join calls fn for every ID wanted that this arena holds, once for each place
+// that holds it. want lists numbers sorted by the ID that id gives for them.
+func (c *List) Join(want []int32, id func(int32) *segment.ID, fn func(want int32, offset int64, piece bool)) {
+	at, n := 0, c.Len()
+	for _, w := range want {
+		wid := id(w)
+		for at < n && bytes.Compare(c.id(at), wid[:]) < 0 {
+			at++
+		}
+		for k := at; k < n && bytes.Equal(c.id(k), wid[:]); k++ {
+			off, piece := c.offset(k)
+			fn(w, off, piece)
+		}
+	}
+}

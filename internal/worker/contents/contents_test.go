@@ -1,0 +1,179 @@
+package contents
+
+import (
+	"bytes"
+	"flag"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"hydrofoil.dev/foil/internal/format/segment"
+	"hydrofoil.dev/foil/internal/format/toc"
+	"hydrofoil.dev/foil/internal/format/toc/toctest"
+	"hydrofoil.dev/foil/internal/worker/arena"
+)
+
+var update = flag.Bool("update", false, "write golden files")
+
+// sample has a content of one segment and one of several, with a hole.
+func sample(t testing.TB) *toc.TOC {
+	x, _, _ := toctest.Files{
+		"small": "hello",
+		"large": toctest.Blob(1, 3<<20) + strings.Repeat("\x00", 8<<20) + toctest.Blob(2, 2<<20),
+		"empty": "",
+	}.TOC(t)
+	return x
+}
+
+// three has three small files.
+func three(t testing.TB) *toc.TOC {
+	x, _, _ := toctest.Some(1, 3, 100).TOC(t)
+	return x
+}
+
+func written(t testing.TB, x *toc.TOC, in func(int) bool) (path string, l *arena.Layout) {
+	t.Helper()
+	l, err := arena.NewLayout(x, in)
+	if err != nil {
+		t.Fatal(err)
+	}
+	path = filepath.Join(t.TempDir(), "contents")
+	if err := Write(path, x, l); err != nil {
+		t.Fatal(err)
+	}
+	return path, l
+}
+
+func TestContentsFileIsAsSpecified(t *testing.T) {
+	path, _ := written(t, three(t), nil)
+	got, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	golden := filepath.Join("testdata", "contents.golden")
+	if *update {
+		if err := os.WriteFile(golden, got, 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	want, err := os.ReadFile(golden)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !bytes.Equal(got, want) {
+		t.Errorf("the contents file differs from %s: its format has changed", golden)
+	}
+}
+
+func TestJoinFindsContentsAndPieces(t *testing.T) {
+	x := sample(t)
+	path, l := written(t, x, nil)
+	c, err := Open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	if !slices.IsSortedFunc(slices.Collect(func(yield func([]byte) bool) {
+		for i := range c.Len() {
+			if !yield(c.id(i)) {
+				return
+			}
+		}
+	}), bytes.Compare) {
+		t.Error("the records are not sorted")
+	}
+	// Every segment and content of the image, and one that is nowhere.
+	var ids []segment.ID
+	want := make(map[string]bool)
+	for i, content := range x.Contents {
+		off, _ := l.Offset(i)
+		ids = append(ids, content.ID)
+		want[fmt.Sprint(content.ID, off, false)] = true
+		for _, s := range x.Segments[content.First : content.First+content.Segments] {
+			if !s.ID.IsHole() && content.Segments > 1 {
+				ids = append(ids, s.ID)
+				want[fmt.Sprint(s.ID, off+s.Offset, true)] = true
+			}
+		}
+	}
+	ids = append(ids, segment.Sum([]byte("nowhere")), segment.ID{})
+	numbers := make([]int32, len(ids))
+	for i := range numbers {
+		numbers[i] = int32(i)
+	}
+	id := func(i int32) *segment.ID { return &ids[i] }
+	segment.Sort(numbers, id)
+	numbers = slices.CompactFunc(numbers, func(a, b int32) bool { return ids[a] == ids[b] })
+	got := make(map[string]bool)
+	c.Join(numbers, id, func(i int32, off int64, piece bool) { got[fmt.Sprint(ids[i], off, piece)] = true })
+	for k := range want {
+		if !got[k] {
+			t.Errorf("not found: %s", k)
+		}
+	}
+	if len(got) != len(want) {
+		t.Errorf("found %d places, there are %d", len(got), len(want))
+	}
+}
+
+func TestContentsFileThatIsDamagedIsNotBelieved(t *testing.T) {
+	path, _ := written(t, three(t), nil)
+	whole, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	try := func(what string, b []byte) {
+		t.Helper()
+		if err := os.WriteFile(path, b, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if c, err := Open(path); err == nil {
+			c.Close()
+			t.Errorf("%s: believed", what)
+		}
+	}
+	for i := range whole {
+		b := slices.Clone(whole)
+		b[i] ^= 0x40
+		try(fmt.Sprintf("byte %d flipped", i), b)
+	}
+	for _, n := range []int{0, 1, headerSize - 1, headerSize, len(whole) - recordSize, len(whole) - 1} {
+		try(fmt.Sprintf("cut to %d bytes", n), whole[:n])
+	}
+	try("longer", append(slices.Clone(whole), make([]byte, recordSize)...))
+	// Blocks that never reached the disk.
+	try("zeros", make([]byte, len(whole)))
+}
+
+func FuzzContents(f *testing.F) {
+	path, _ := written(f, three(f), nil)
+	b, err := os.ReadFile(path)
+	if err != nil {
+		f.Fatal(err)
+	}
+	f.Add(b)
+	f.Add([]byte(magic))
+	f.Fuzz(func(t *testing.T, b []byte) {
+		if check(b) != nil {
+			return
+		}
+		// What is believed can be used.
+		c := &List{b}
+		ids := make([]segment.ID, c.Len())
+		numbers := make([]int32, c.Len())
+		for i := range ids {
+			copy(ids[i][:], c.id(i))
+			numbers[i] = int32(i)
+		}
+		id := func(i int32) *segment.ID { return &ids[i] }
+		segment.Sort(numbers, id)
+		c.Join(numbers, id, func(_ int32, off int64, _ bool) {
+			if off < 0 {
+				t.Errorf("offset %d", off)
+			}
+		})
+	})
+}

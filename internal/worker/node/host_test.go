@@ -1,0 +1,423 @@
+package node
+
+import (
+	"bytes"
+	"cmp"
+	"context"
+	"crypto/sha256"
+	"encoding/binary"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"hash/crc32"
+	"log/slog"
+	"maps"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"hydrofoil.dev/foil/internal/kernel"
+	"hydrofoil.dev/foil/internal/kernel/kerneltest"
+	"hydrofoil.dev/foil/internal/logtest"
+	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/keeper"
+)
+
+// This test binary is also the keeper, and the daemon that dies at a point.
+const (
+	daemonEnv = "FOIL_NODE_TEST_DAEMON" // root
+	pointEnv  = "FOIL_NODE_TEST_POINT"  // where to die
+	pullEnv   = "FOIL_NODE_TEST_PULL"   // reference to pull first; "-" and one to remove then
+)
+
+func TestMain(m *testing.M) {
+	kerneltest.OwnMounts()
+	if len(os.Args) > 3 && os.Args[1] == "keeper" {
+		err := keeper.Serve(context.Background(), os.Args[3], func() {
+			fmt.Println("ready")
+			_ = keeper.Detach()
+		})
+		if err != nil {
+			fmt.Println(err)
+			os.Exit(1)
+		}
+		os.Exit(0)
+	}
+	if root := os.Getenv(daemonEnv); root != "" {
+		os.Exit(dyingDaemon(root))
+	}
+	if os.Geteuid() != 0 {
+		fmt.Println("skip: these tests mount filesystems and need root")
+		os.Exit(0)
+	}
+	features, err := kernel.Features(context.Background(), os.TempDir())
+	if err != nil {
+		fmt.Println(err)
+		os.Exit(1)
+	}
+	for _, f := range features {
+		if f.Need && !f.Have {
+			fmt.Printf("skip: this host has no %s: %s\n", f.Name, f.Detail)
+			os.Exit(0)
+		}
+	}
+	os.Exit(m.Run())
+}
+
+// host is a worker of a test: a root, and the daemons on it, one after the other.
+type host struct {
+	t      testing.TB
+	root   string
+	giveUp time.Duration
+	early  time.Duration // how long pulls that are begun for a header wait; 0: an hour
+	store  DescriptorStore
+	warm   time.Duration // Options.keepWarm; 0: an hour
+	retry  time.Duration // Options.firstRetry; 0: an hour
+	wanted time.Duration // Options.wantedRetry; 0: an hour
+	stall  time.Duration // Options.stalled; 0: an hour
+	at     func(string)  // called at the points at which a daemon can die
+	n      *Node
+	log    logtest.Buffer
+}
+
+func (h *host) imagePath(ref string) string { return imagePath(h.root, ref) }
+
+func imagePath(root, ref string) string {
+	sum := sha256.Sum256([]byte(ref))
+	return filepath.Join(root, "images", hex.EncodeToString(sum[:])+".json")
+}
+
+// newHost starts a daemon on a new root.
+func newHost(t testing.TB) *host {
+	t.Helper()
+	root, err := os.MkdirTemp("", "foil-node-")
+	if err != nil {
+		t.Fatal(err)
+	}
+	h := &host{t: t, root: root}
+	t.Cleanup(func() {
+		if h.n != nil {
+			h.stop()
+		}
+		h.endKeeper()
+		h.unmountAll()
+		if err := os.RemoveAll(root); err != nil {
+			t.Error(err)
+		}
+		if t.Failed() {
+			t.Logf("log:\n%s", h.log.String())
+		}
+	})
+	h.start()
+	return h
+}
+
+func (h *host) options() Options {
+	self, err := os.Executable()
+	if err != nil {
+		h.t.Fatal(err)
+	}
+	return Options{Root: h.root, Binary: self, GiveUp: h.giveUp, Store: h.store, claimWithin: cmp.Or(h.early, time.Hour), keepWarm: cmp.Or(h.warm, time.Hour), firstRetry: cmp.Or(h.retry, time.Hour), stalled: cmp.Or(h.stall, time.Hour), wantedRetry: cmp.Or(h.wanted, time.Hour), crash: h.at, Logger: slog.New(slog.NewTextHandler(&h.log, nil))}
+}
+
+func (h *host) start() {
+	h.t.Helper()
+	var err error
+	if h.n, err = New(h.options()); err != nil {
+		h.t.Fatal(err)
+	}
+}
+
+func (h *host) stop() {
+	h.t.Helper()
+	if err := h.n.Close(); err != nil {
+		h.t.Errorf("close: %v", err)
+	}
+	h.n = nil
+}
+
+func (h *host) restart() {
+	h.t.Helper()
+	h.stop()
+	h.start()
+}
+
+func (h *host) keepers() []int {
+	h.t.Helper()
+	dirs, err := filepath.Glob("/proc/[0-9]*/cmdline")
+	if err != nil {
+		h.t.Fatal(err)
+	}
+	var pids []int
+	for _, d := range dirs {
+		b, err := os.ReadFile(d)
+		args := strings.Split(string(b), "\x00")
+		if err != nil || len(args) < 4 || args[1] != "keeper" || !strings.HasPrefix(args[3], h.root+"/") {
+			continue
+		}
+		var pid int
+		if _, err := fmt.Sscanf(d, "/proc/%d/", &pid); err == nil {
+			pids = append(pids, pid)
+		}
+	}
+	return pids
+}
+
+// endKeeper kills the keeper, which stays while something is incomplete.
+func (h *host) endKeeper() {
+	h.t.Helper()
+	for _, pid := range h.keepers() {
+		_ = syscall.Kill(pid, syscall.SIGKILL)
+	}
+	eventually(h.t, "the keeper is gone", func() error {
+		if k := h.keepers(); len(k) > 0 {
+			return fmt.Errorf("%v", k)
+		}
+		return nil
+	})
+}
+
+func (h *host) mounts() []string {
+	h.t.Helper()
+	list, err := kernel.Mounts(h.root)
+	if err != nil {
+		h.t.Fatal(err)
+	}
+	var targets []string
+	for _, m := range list {
+		targets = append(targets, m.Target)
+	}
+	return targets
+}
+
+func (h *host) unmountAll() {
+	h.t.Helper()
+	for _, m := range slices.Backward(h.mounts()) {
+		if err := kernel.Unmount(m, true); err != nil {
+			h.t.Error(err)
+		}
+	}
+}
+
+// reboot is what is left of the host after one, with no daemon yet: no process,
+// no mount, and presence maps of another boot.
+func (h *host) reboot() {
+	h.t.Helper()
+	if h.n != nil {
+		h.stop()
+	}
+	h.endKeeper()
+	h.unmountAll()
+	maps, err := filepath.Glob(filepath.Join(h.root, "rootfs/*/presence"))
+	if err != nil {
+		h.t.Fatal(err)
+	}
+	for _, path := range maps {
+		b, err := os.ReadFile(path)
+		if err != nil {
+			h.t.Fatal(err)
+		}
+		b[48] ^= 0xff // the boot ID
+		binary.LittleEndian.PutUint32(b[92:], crc32.Checksum(b[:92], crc32.MakeTable(crc32.Castagnoli)))
+		if err := os.WriteFile(path, b, 0o600); err != nil {
+			h.t.Fatal(err)
+		}
+	}
+}
+
+// pull follows a pull until an event.
+func (h *host) pull(ref string, until api.EventKind) (last api.Event, err error) {
+	ctx, cancel := context.WithTimeout(h.t.Context(), time.Minute)
+	defer cancel()
+	err = h.n.Pull(ctx, api.PullRequest{Ref: ref, Until: until}, func(ev api.Event) error { last = ev; return nil })
+	if err == nil && last.Err != "" {
+		err = &api.Error{Code: last.Code, Message: last.Err}
+	}
+	return last, err
+}
+
+func (h *host) mustPull(ref string, until api.EventKind) api.Event {
+	h.t.Helper()
+	ev, err := h.pull(ref, until)
+	if err != nil || ev.Event != until {
+		h.t.Fatalf("pull %s: %v, last event %+v", ref, err, ev)
+	}
+	return ev
+}
+
+func (h *host) remove(ref string) {
+	h.t.Helper()
+	if err := h.n.RemoveImage(h.t.Context(), ref); err != nil {
+		h.t.Fatal(err)
+	}
+}
+
+func (h *host) image(ref string) api.Image {
+	h.t.Helper()
+	list, err := h.n.Images(h.t.Context())
+	if err != nil {
+		h.t.Fatal(err)
+	}
+	for _, img := range list {
+		if img.Ref == ref {
+			return img
+		}
+	}
+	return api.Image{}
+}
+
+func (h *host) dir(m *fakeImage) string {
+	if h.n != nil {
+		if r := h.n.store.Get(m.ChainID); r != nil {
+			return r.Dir()
+		}
+	}
+	return filepath.Join(h.root, "rootfs", m.ChainID.Encoded())
+}
+
+// same compares every file of a mounted image with what it should be.
+func (h *host) same(m *fakeImage) {
+	h.t.Helper()
+	for _, name := range slices.Sorted(maps.Keys(m.files)) {
+		got, err := os.ReadFile(filepath.Join(h.dir(m), "mnt", name))
+		if err != nil {
+			h.t.Fatal(err)
+		}
+		if string(got) != m.files[name] {
+			h.t.Fatalf("%s: wrong bytes", name)
+		}
+	}
+}
+
+// verified has the daemon compare all contents of an image.
+func (h *host) verified(ref string) {
+	h.t.Helper()
+	var last api.VerifyEvent
+	err := h.n.Verify(h.t.Context(), ref, func(ev api.VerifyEvent) error {
+		if ev.Bad != "" {
+			h.t.Errorf("verify %s: %s is wrong", ref, ev.Bad)
+		}
+		last = ev
+		return nil
+	})
+	if err != nil || !last.Done || last.Checked != last.Total {
+		h.t.Errorf("verify %s: %v, %+v", ref, err, last)
+	}
+}
+
+// empty checks that nothing is left of what was pulled.
+func (h *host) empty() {
+	h.t.Helper()
+	// A process of the host may have a copy of the mounts for a moment.
+	eventually(h.t, "nothing is left behind", func() error {
+		for _, pattern := range []string{"rootfs/*", "images/*", "containers/*"} {
+			if left, err := filepath.Glob(filepath.Join(h.root, pattern)); err != nil || len(left) > 0 {
+				return errors.Join(fmt.Errorf("%v", left), err)
+			}
+		}
+		return nil
+	})
+	if left := h.mounts(); len(left) > 0 {
+		h.t.Errorf("still mounted: %v", left)
+	}
+}
+
+func eventually(t testing.TB, what string, cond func() error) {
+	t.Helper()
+	for deadline := time.Now().Add(time.Minute); ; time.Sleep(5 * time.Millisecond) {
+		err := cond()
+		if err == nil {
+			return
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("%s: not after a minute: %v", what, err)
+		}
+	}
+}
+
+// here waits until n bytes of an image's contents are here.
+func (h *host) here(ref string, n int64) {
+	h.t.Helper()
+	eventually(h.t, "some bytes are here", func() error {
+		if img := h.image(ref); img.ContentHere < n {
+			return fmt.Errorf("%d", img.ContentHere)
+		}
+		return nil
+	})
+}
+
+// complete waits until all of an image has arrived.
+func (h *host) complete(ref string) {
+	h.t.Helper()
+	eventually(h.t, "the image is complete", func() error {
+		if img := h.image(ref); img.State != "complete" {
+			return fmt.Errorf("%+v", img)
+		}
+		return nil
+	})
+}
+
+// logged waits for a line in the daemon's log.
+func (h *host) logged(msg string) {
+	h.t.Helper()
+	eventually(h.t, "the daemon says: "+msg, func() error {
+		if !strings.Contains(h.log.String(), msg) {
+			return errors.New("it does not")
+		}
+		return nil
+	})
+}
+
+// cat reads a file in a process of its own, which can be killed.
+func cat(t testing.TB, path string) (end <-chan error, out *bytes.Buffer) {
+	t.Helper()
+	cmd := exec.Command("cat", path)
+	out = new(bytes.Buffer)
+	cmd.Stdout = out
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	done, ended := make(chan error, 1), make(chan struct{})
+	go func() {
+		done <- cmd.Wait()
+		close(ended)
+	}()
+	t.Cleanup(func() {
+		_ = cmd.Process.Kill()
+		<-ended
+	})
+	return done, out
+}
+
+func ends(t testing.TB, what string, end <-chan error) error {
+	t.Helper()
+	select {
+	case err := <-end:
+		return err
+	case <-time.After(time.Minute):
+		t.Fatalf("%s hangs", what)
+		return nil
+	}
+}
+
+func codeOfErr(err error) string {
+	e, _ := errors.AsType[*api.Error](err)
+	if e == nil {
+		return ""
+	}
+	return e.Code
+}
+
+func descriptors(t testing.TB) int {
+	t.Helper()
+	list, err := os.ReadDir("/proc/self/fd")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return len(list)
+}

@@ -1,0 +1,101 @@
+package pull
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/url"
+
+	"github.com/opencontainers/go-digest"
+
+	"hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/format/toc"
+	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/arena"
+	"hydrofoil.dev/foil/internal/worker/credentials"
+	"hydrofoil.dev/foil/internal/worker/fetch"
+	"hydrofoil.dev/foil/internal/worker/remote"
+)
+
+// Ask calls fn for the hosts of an image's registry, with the query that
+// names the image, until one knows the path. A manifest's digest takes the place
+// of the tag.
+func (s *Puller) Ask(ctx context.Context, req api.PullRequest, manifest string, fn func(c *remote.Client, query url.Values) error) error {
+	r, err := ParseRef(req.Ref)
+	if err != nil {
+		return err
+	}
+	if manifest != "" {
+		r.Reference = manifest
+	}
+	ask, err := s.opts.Hosts.For(ctx, s.Want(r, req))
+	if err != nil {
+		return api.Errorf(api.CodeInvalid, "%s: %w", r, err)
+	}
+	for i, host := range ask {
+		err = fn(host.Client, url.Values{"repository": {host.Repository}, "reference": {r.Reference}})
+		if err == nil || i == len(ask)-1 || ctx.Err() != nil {
+			break
+		}
+		s.log.Debug("this host does not answer for the image; asking the next one", "ref", r.Name, "host", host.Client.Base(), "error", err)
+	}
+	return err
+}
+
+// About is how an image is asked for that may be here.
+func (s *Puller) About(name string, credential credentials.Credential) api.PullRequest {
+	img := s.images.Get(name)
+	return api.PullRequest{Ref: name, PlainHTTP: img != nil && img.Plain, Credential: credential}
+}
+
+// SendTrace sends an encoded trace to the server of an image.
+func (s *Puller) SendTrace(ctx context.Context, req api.PullRequest, manifest string, encoded []byte) error {
+	return s.Ask(ctx, req, manifest, func(c *remote.Client, query url.Values) error {
+		return c.Send(ctx, bundle.TracePath, query, bundle.MediaTypeTrace, encoded)
+	})
+}
+
+// errHeader ends a stream of which only the header was wanted.
+var errHeader = errors.New("the header is here")
+
+// TOC asks the server of an image for its encoded TOC, which is to have a digest.
+func (s *Puller) TOC(ctx context.Context, req api.PullRequest, want digest.Digest) ([]byte, error) {
+	r, err := ParseRef(req.Ref)
+	if err != nil {
+		return nil, err
+	}
+	platform, err := parsePlatform(req.Platform)
+	if err != nil {
+		return nil, err
+	}
+	var encoded []byte
+	err = s.Ask(ctx, req, "", func(c *remote.Client, query url.Values) error {
+		f := fetch.Start(ctx, fetch.Options{
+			Client: c,
+			Name:   r.Name,
+			Request: bundle.Request{
+				Versions: []int{bundle.Version},
+				Image: bundle.ImageRequest{
+					Repository: query.Get("repository"), Reference: query.Get("reference"), Platform: platform, Header: true,
+				},
+			},
+			Open: func(_ context.Context, img *bundle.Image, _ *toc.TOC) (*arena.Arena, error) {
+				encoded = img.TOC
+				return nil, errHeader
+			},
+			GiveUp: s.opts.GiveUp,
+			Logger: s.log,
+		})
+		if err := f.Wait(); !errors.Is(err, errHeader) {
+			return err
+		}
+		return nil
+	})
+	switch {
+	case err != nil:
+		return nil, AsError(fmt.Errorf("table of contents of %s: %w", r, err))
+	case digest.FromBytes(encoded) != want:
+		return nil, api.Errorf(api.CodeConflict, "%s has changed on its server just now: try again", r)
+	}
+	return encoded, nil
+}

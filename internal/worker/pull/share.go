@@ -1,0 +1,379 @@
+package pull
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"slices"
+	"sync"
+	"time"
+
+	"hydrofoil.dev/foil/internal/worker/arena"
+	"hydrofoil.dev/foil/internal/worker/fetch"
+	"hydrofoil.dev/foil/internal/worker/locks"
+	"hydrofoil.dev/foil/internal/worker/store"
+)
+
+// What several pulls want of one server comes once. A pull that begins while others run has its server
+// wait before it sends what is planned (fetch.Options.Elsewhere). It looks at the pulls that began
+// earlier, and has the server skip what lies in their arenas, or will. It copies that when it is
+// there, and compares it with its own TOC. A read that needs some of it has it come soon in the other
+// pull. While a service starts on an image of an earlier one, the rest waits: the start has the line.
+//
+// Only earlier pulls count, so that none waits for itself. One that fails, is stopped, brings nothing
+// for a while, or has wrong bytes, is dropped: the server is asked for what it was to
+// bring, and nothing is expected of it any more.
+const (
+	// placedWithin is how long a pull waits for earlier ones to lay out their arenas.
+	placedWithin = time.Second
+	// yieldWithin is how long a pull waits at most for services that start on images of earlier ones. With
+	// placedWithin it is less than bundle.MaxChoice.
+	yieldWithin = 8 * time.Second
+	// lookEvery is how often a pull looks at what others have brought.
+	lookEvery = 100 * time.Millisecond
+	// stalled is how long another pull may bring nothing.
+	stalled = 5 * time.Second
+)
+
+// shares are the contents of a pull that others bring.
+type shares struct {
+	p    *Pull
+	ctx  context.Context
+	stop context.CancelFunc // ends ctx
+	work sync.WaitGroup     // look, and reads that wait for others
+
+	mu      locks.Mutex[locks.Leaf]
+	over    bool          // nothing is begun any more
+	looking bool          // look runs
+	others  []*Pull       // that ran, and had begun earlier, when the last stream began
+	list    []*share      // what is expected of them
+	dropped []*Pull       // of which nothing is expected any more
+	fresh   bool          // one was dropped since await returned
+	looked  chan struct{} // closed, and made anew, when look has looked at all
+}
+
+// share is what one other pull brings.
+type share struct {
+	*store.Expected
+	by     *Pull
+	leases store.Leases // keep what the other one fills
+
+	// of look
+	filled int64     // bytes, when it was looked at last
+	since  time.Time // when that grew
+}
+
+func (one *share) close() {
+	one.Close()
+	one.leases.End()
+}
+
+// Reasons to drop another pull.
+var (
+	errEnded   = errors.New("it has ended without it")
+	errStalled = errors.New("it brings nothing")
+)
+
+func (x *shares) init(p *Pull) {
+	x.p, x.looked = p, make(chan struct{})
+	x.ctx, x.stop = context.WithCancel(p.ctx)
+}
+
+// end ends all of it.
+func (x *shares) end() {
+	x.mu.Lock()
+	x.over = true
+	x.mu.Unlock()
+	x.stop()
+	x.work.Wait()
+	x.mu.Lock()
+	list := x.list
+	x.list, x.others, x.dropped = nil, nil, nil
+	x.mu.Unlock()
+	for _, one := range list {
+		one.close()
+	}
+}
+
+// earlier returns the pulls of the same registry that run, and began before p, the first one first.
+func (s *Puller) earlier(p *Pull) (list []*Pull) {
+	for _, o := range s.List() {
+		if o.number < p.number && o.ref.Host == p.ref.Host && !o.Ended() {
+			list = append(list, o)
+		}
+	}
+	slices.SortFunc(list, func(a, b *Pull) int { return cmp.Compare(a.number, b.number) })
+	return list
+}
+
+// begin returns fetch's Options.Elsewhere for a stream that begins; nil when nothing can be expected of
+// other pulls.
+func (x *shares) begin() func(ctx context.Context, absent []int) []int {
+	others := x.p.s.earlier(x.p)
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	x.others = slices.DeleteFunc(others, func(o *Pull) bool { return slices.Contains(x.dropped, o) })
+	if len(x.others)+len(x.list) == 0 {
+		return nil
+	}
+	return x.expect
+}
+
+// expect returns which of the absent segments others bring.
+func (x *shares) expect(ctx context.Context, absent []int) []int {
+	x.mu.Lock()
+	others, list := slices.Clone(x.others), slices.Clone(x.list)
+	x.mu.Unlock()
+	rest := absent
+	for _, one := range list {
+		rest = without(rest, one.Segments())
+	}
+	timer := time.NewTimer(placedWithin)
+	defer timer.Stop()
+	for _, o := range others {
+		select {
+		case <-o.placed:
+		case <-timer.C:
+			timer.Reset(0) // nor for those after it
+		case <-ctx.Done():
+			return nil
+		}
+		one := x.expectOf(o, rest)
+		if one == nil {
+			continue
+		}
+		segments := one.Segments()
+		if !x.add(one) {
+			one.close()
+			continue
+		}
+		x.p.s.log.Info("another pull brings contents of this image", "ref", x.p.ref.Name, "by", o.ref.Name, "segments", len(segments))
+		rest = without(rest, segments)
+	}
+	x.yield(ctx, others)
+	return without(absent, rest)
+}
+
+// yield waits while a service starts on the image of another pull, unless one is about to start on this
+// image, too: the start has the line for itself.
+func (x *shares) yield(ctx context.Context, others []*Pull) {
+	starts := func(o *Pull) bool {
+		return !o.Ended() && time.Since(o.begun) < o.start.Hold()
+	}
+	over := time.NewTimer(yieldWithin)
+	defer over.Stop()
+	tick := time.NewTicker(lookEvery)
+	defer tick.Stop()
+	for x.p.start.Hold() == 0 && slices.ContainsFunc(others, starts) {
+		select {
+		case <-tick.C:
+		case <-over.C:
+			return
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// without returns list without what is in some. Both are ascending.
+func without(list, some []int) []int {
+	return slices.DeleteFunc(slices.Clone(list), func(i int) bool {
+		_, ok := slices.BinarySearch(some, i)
+		return ok
+	})
+}
+
+// expectOf returns what of the absent segments another pull brings, or nil.
+func (x *shares) expectOf(o *Pull, absent []int) *share {
+	x.p.mu.Lock()
+	own, server := x.p.rootfs, x.p.server
+	x.p.mu.Unlock()
+	o.mu.Lock()
+	r, same := o.rootfs, o.server == server
+	o.mu.Unlock()
+	if own == nil || r == nil || !same || !r.Complete() && (o.hasFailed() || r.Filler() != store.Filler(o)) {
+		return nil
+	}
+	one := &share{by: o, since: time.Now()}
+	if one.Expected = x.p.s.store.Expect(own, r, absent, &one.leases); one.Expected == nil {
+		one.leases.End()
+		return nil
+	}
+	return one
+}
+
+// add notes what another pull brings, unless nothing is expected of that one, or of any.
+func (x *shares) add(one *share) bool {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if x.over || slices.Contains(x.dropped, one.by) {
+		return false
+	}
+	x.list = append(x.list, one)
+	if !x.looking {
+		x.looking = true
+		x.work.Go(x.look)
+	}
+	return true
+}
+
+// look copies what others have brought, until nothing is expected of them.
+func (x *shares) look() {
+	tick := time.NewTicker(lookEvery)
+	defer tick.Stop()
+	for {
+		x.mu.Lock()
+		list := slices.Clone(x.list)
+		x.looking = len(list) > 0
+		close(x.looked)
+		x.looked = make(chan struct{})
+		x.mu.Unlock()
+		if len(list) == 0 {
+			return
+		}
+		for _, one := range list {
+			x.lookAt(one)
+		}
+		select {
+		case <-tick.C:
+		case <-x.ctx.Done():
+			return
+		}
+	}
+}
+
+// lookAt copies what one other pull has brought, and drops it if it brings no more.
+func (x *shares) lookAt(one *share) {
+	ended := one.by.hasFailed() || one.by.Ended() // before what it brought is copied
+	copied, err := one.Copy(x.ctx)
+	x.p.s.metrics.copied(copied)
+	filled, now := one.Filled(), time.Now()
+	if filled > one.filled || one.by.held() {
+		one.filled, one.since = filled, now
+	}
+	switch {
+	case x.ctx.Err() != nil:
+	case err != nil:
+		x.drop(one, err)
+	case len(one.Segments()) == 0:
+		x.remove(one)
+	case ended:
+		x.drop(one, errEnded)
+	case now.Sub(one.since) >= x.p.s.opts.Stalled:
+		x.drop(one, errStalled)
+	}
+}
+
+// held reports whether p's stream brings nothing because a service starts.
+func (p *Pull) held() bool {
+	p.mu.Lock()
+	f := p.stream
+	p.mu.Unlock()
+	return f != nil && f.Held()
+}
+
+// remove ends what is expected of another pull. It reports whether anything was.
+func (x *shares) remove(one *share) bool {
+	x.mu.Lock()
+	k := slices.Index(x.list, one)
+	if k >= 0 {
+		x.list = slices.Delete(x.list, k, k+1)
+	}
+	x.mu.Unlock()
+	if k >= 0 {
+		one.close()
+	}
+	return k >= 0
+}
+
+// drop has what was expected of another pull come from the server, and expects nothing more of that one.
+func (x *shares) drop(one *share, why error) {
+	segments := one.Segments()
+	x.mu.Lock()
+	if slices.Contains(x.list, one) {
+		x.dropped, x.fresh = append(x.dropped, one.by), true
+	}
+	x.mu.Unlock()
+	if !x.remove(one) {
+		return
+	}
+	p := x.p
+	p.s.log.Warn("another pull does not bring what this one expects; asking for it", "ref", p.ref.Name, "by", one.by.ref.Name, "segments", len(segments), "error", why)
+	p.mu.Lock()
+	f := p.stream
+	p.mu.Unlock()
+	if f != nil {
+		f.Bring(segments)
+	}
+	p.s.store.Collect() // what the other one filled may have been removed
+}
+
+// await waits, after the last stream, until all that others bring is here, or something is absent
+// that none of them brings. It reports whether one was dropped since it returned last.
+func (x *shares) await(a *arena.Arena) (dropped bool) {
+	for {
+		x.mu.Lock()
+		list, looked := slices.Clone(x.list), x.looked
+		x.mu.Unlock()
+		left := 0
+		for _, one := range list {
+			left += len(one.Segments())
+		}
+		if a.Missing() > left || a.Complete() || x.ctx.Err() != nil {
+			x.mu.Lock()
+			defer x.mu.Unlock()
+			dropped, x.fresh = x.fresh, false
+			return dropped
+		}
+		select {
+		case <-looked:
+		case <-x.ctx.Done():
+		}
+	}
+}
+
+// bring has what a read lacks come soon, where it is expected of others, until stop is called.
+func (x *shares) bring(ctx context.Context, a *arena.Arena, off, n int64) (stop func()) {
+	x.mu.Lock()
+	list := slices.Clone(x.list)
+	x.mu.Unlock()
+	if len(list) == 0 {
+		return func() {}
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	unlink := context.AfterFunc(x.ctx, cancel)
+	for _, i := range a.AbsentSegments(nil, off, n) {
+		for _, one := range list {
+			x.goes(func() {
+				if err := one.Bring(ctx, i); err != nil && ctx.Err() == nil {
+					x.drop(one, err)
+				}
+			})
+		}
+	}
+	return func() {
+		unlink()
+		cancel()
+	}
+}
+
+// goes runs fn, which ends with x.ctx.
+func (x *shares) goes(fn func()) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if !x.over {
+		x.work.Go(fn)
+	}
+}
+
+// sharing is the store.Source of a pull of whose contents others bring some.
+type sharing struct {
+	*fetch.Pull
+	shares *shares
+}
+
+// Need implements store.Source. The stream, too, asks for what others do not bring in time.
+func (v *sharing) Need(ctx context.Context, a *arena.Arena, off, n int64) error {
+	defer v.shares.bring(ctx, a, off, n)()
+	return v.Pull.Need(ctx, a, off, n)
+}

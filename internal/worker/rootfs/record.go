@@ -1,0 +1,195 @@
+package rootfs
+
+import (
+	"crypto/sha256"
+	"encoding/binary"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"github.com/opencontainers/go-digest"
+
+	"hydrofoil.dev/foil/internal/format/toc"
+	"hydrofoil.dev/foil/internal/worker/arena"
+	"hydrofoil.dev/foil/internal/worker/contents"
+	"hydrofoil.dev/foil/internal/worker/records"
+)
+
+// Files of a rootfs's directory.
+const (
+	RecordName    = "rootfs.json"
+	TOCName       = "toc"
+	PlacementName = "placement"
+	ContentsName  = "contents"
+	OldMetaName   = "meta.erofs.old"
+)
+
+// Record is rootfs.json.
+type Record struct {
+	Version int           `json:"version"`
+	ChainID digest.Digest `json:"chain_id"`
+	TOC     digest.Digest `json:"toc"` // of the file toc
+	// Arenas are the IDs of the rootfs whose arenas hold its contents, in the
+	// order of the EROFS devices. Its own is among them unless it is empty.
+	Arenas []digest.Digest `json:"arenas"`
+	// Placement is the SHA-256 of the file placement.
+	Placement string `json:"placement"`
+	// Meta is the SHA-256 of meta.erofs.
+	Meta     string    `json:"meta"`
+	Files    int       `json:"files"`
+	Contents int64     `json:"contents"` // bytes
+	Complete bool      `json:"complete"` // all of its own arena is here, and durable
+	Created  time.Time `json:"created"`
+}
+
+// RecordVersion is that of records that are written now.
+const RecordVersion = 1
+
+// Save replaces the record on the disk, by durable.Replace or records.Replace.
+func (r *Rootfs) Save(rec *Record, write func(path string, data []byte) error) error {
+	b, err := json.MarshalIndent(rec, "", "\t")
+	if err != nil {
+		return err
+	}
+	return write(r.Path(RecordName), b)
+}
+
+// readRecord reads a rootfs's record from a file of its directory.
+func (r *Rootfs) readRecord(name string) error {
+	path := r.Path(name)
+	b, err := os.ReadFile(path)
+	if err != nil {
+		return err
+	}
+	if err := json.Unmarshal(b, &r.rec); err != nil {
+		return fmt.Errorf("%s: it is damaged: %w", path, err)
+	}
+	if err := records.CheckVersion(path, r.rec.Version, RecordVersion); err != nil {
+		return err
+	}
+	if err := errors.Join(r.rec.ChainID.Validate(), r.rec.TOC.Validate()); err != nil {
+		return err
+	}
+	if r.rec.ChainID != ChainOf(r.dir) {
+		return fmt.Errorf("it is the record of %s", r.rec.ChainID)
+	}
+	return nil
+}
+
+// ChainOf is the chain ID in the name of a directory.
+func ChainOf(dir string) digest.Digest {
+	hex, _, _ := strings.Cut(filepath.Base(dir), ".")
+	return digest.NewDigestFromEncoded(digest.SHA256, hex)
+}
+
+// Load reads a rootfs's record, and maps its contents file.
+func (r *Rootfs) Load() error {
+	if err := r.readRecord(RecordName); err != nil {
+		return err
+	}
+	var err error
+	if r.contents, err = contents.Open(r.Path(ContentsName)); err == nil {
+		return nil
+	}
+	// It is derived: make it again.
+	have, err := r.Read()
+	if err != nil {
+		return err
+	}
+	l, err := r.Layout(have)
+	if err != nil {
+		return err
+	}
+	if err := contents.Write(r.Path(ContentsName), have.TOC, l); err != nil {
+		return err
+	}
+	r.contents, err = contents.Open(r.Path(ContentsName))
+	return err
+}
+
+// Files is what is on the disk of how a rootfs is made up.
+type Files struct {
+	TOC   *toc.TOC
+	Place Placement
+}
+
+// Read reads and verifies TOC and placement.
+func (r *Rootfs) Read() (*Files, error) {
+	b, err := os.ReadFile(r.Path(TOCName))
+	if err != nil {
+		return nil, err
+	}
+	if got := digest.FromBytes(b); got != r.rec.TOC {
+		return nil, fmt.Errorf("TOC of rootfs %s has digest %s, not %s: the file was damaged", r.rec.ChainID, got, r.rec.TOC)
+	}
+	t, err := toc.Decode(b)
+	if err != nil {
+		return nil, err
+	}
+	if b, err = os.ReadFile(r.Path(PlacementName)); err != nil {
+		return nil, err
+	}
+	if Sum(b) != r.rec.Placement {
+		return nil, fmt.Errorf("placement of rootfs %s: the file was damaged", r.rec.ChainID)
+	}
+	place, err := decodePlacement(b, t, len(r.rec.Arenas))
+	return &Files{t, place}, err
+}
+
+// EncodedTOC reads the TOC as the server sent it.
+func (r *Rootfs) EncodedTOC() ([]byte, error) { return os.ReadFile(r.Path(TOCName)) }
+
+// Layout returns the layout of the rootfs's own arena.
+func (r *Rootfs) Layout(have *Files) (*arena.Layout, error) {
+	own := r.Own()
+	return arena.NewLayout(have.TOC, func(c int) bool { return own >= 0 && int(have.Place[c]) == own })
+}
+
+// Placement says for every content of a TOC which arena holds it: an index into
+// the arenas of the record. On disk: 2 bytes a content, little-endian.
+type Placement []uint16
+
+// In lists the contents in one arena.
+func (p Placement) In(arena int) []int32 {
+	var list []int32
+	for c, d := range p {
+		if int(d) == arena {
+			list = append(list, int32(c))
+		}
+	}
+	return list
+}
+
+// Encode returns what is on the disk.
+func (p Placement) Encode() []byte {
+	b := make([]byte, 0, 2*len(p))
+	for _, d := range p {
+		b = binary.LittleEndian.AppendUint16(b, d)
+	}
+	return b
+}
+
+func decodePlacement(b []byte, t *toc.TOC, arenas int) (Placement, error) {
+	if len(b) != 2*len(t.Contents) {
+		return nil, fmt.Errorf("placement of %d bytes for %d contents", len(b), len(t.Contents))
+	}
+	p := make(Placement, len(t.Contents))
+	for i := range p {
+		p[i] = binary.LittleEndian.Uint16(b[2*i:])
+		if int(p[i]) >= arenas {
+			return nil, fmt.Errorf("placement of content %d in arena %d of %d", i, p[i], arenas)
+		}
+	}
+	return p, nil
+}
+
+// Sum returns a SHA-256 in hex.
+func Sum(b []byte) string {
+	h := sha256.Sum256(b)
+	return hex.EncodeToString(h[:])
+}

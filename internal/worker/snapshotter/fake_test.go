@@ -1,0 +1,202 @@
+package snapshotter
+
+import (
+	"archive/tar"
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/containerd/containerd/v2/core/mount"
+	"github.com/containerd/containerd/v2/core/snapshots"
+	"github.com/containerd/containerd/v2/pkg/snapshotters"
+	"github.com/containerd/errdefs"
+	"github.com/opencontainers/go-digest"
+	"github.com/opencontainers/image-spec/identity"
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+
+	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/node"
+)
+
+// fakeNode has the images that a test gives it. Its rootfs are directories.
+type fakeNode struct {
+	offered map[string]*node.Held // what can be pulled
+	blobs   map[digest.Digest][]byte
+
+	here    map[string]bool
+	holds   map[digest.Digest]int
+	asked   []string // names of Hold
+	fetched int      // blobs
+}
+
+func (f *fakeNode) Has(name string) bool { return f.here[name] }
+
+func (f *fakeNode) Hold(_ context.Context, name string) (*node.Held, error) {
+	f.asked = append(f.asked, name)
+	h := f.offered[name]
+	if h == nil {
+		return nil, &api.Error{Code: api.CodeUnavailable, Message: "the server is away"}
+	}
+	f.here[name] = true
+	f.holds[h.ChainID]++
+	return h, nil
+}
+
+func (f *fakeNode) Release(chain digest.Digest) {
+	if f.holds[chain]--; f.holds[chain] == 0 {
+		delete(f.holds, chain)
+	}
+}
+
+func (f *fakeNode) RemoveImage(_ context.Context, name string) error {
+	if !f.here[name] {
+		return &api.Error{Code: api.CodeNotFound, Message: "no image " + name}
+	}
+	if f.holds[f.offered[name].ChainID] > 0 {
+		return &api.Error{Code: api.CodeConflict, Message: "in use"}
+	}
+	delete(f.here, name)
+	return nil
+}
+
+func (f *fakeNode) RootfsUsage(digest.Digest) (size, inodes int64, err error) { return 12345, 6, nil }
+
+func (f *fakeNode) OpenBlob(_ context.Context, _ string, blob ocispec.Descriptor) (io.ReadCloser, error) {
+	f.fetched++
+	b, ok := f.blobs[blob.Digest]
+	if !ok {
+		return nil, errors.New("no such blob")
+	}
+	return io.NopCloser(bytes.NewReader(b)), nil
+}
+
+// testImage is an image of layers with one file each, and its rootfs.
+type testImage struct {
+	ref, name string
+	manifest  digest.Digest
+	layers    []ocispec.Descriptor
+	chains    []digest.Digest
+	held      *node.Held
+}
+
+func newFake() *fakeNode {
+	return &fakeNode{
+		offered: make(map[string]*node.Held),
+		blobs:   make(map[digest.Digest][]byte),
+		here:    make(map[string]bool),
+		holds:   make(map[digest.Digest]int),
+	}
+}
+
+// add makes an image of layers that hold a file each, of the given names.
+func (f *fakeNode) add(t *testing.T, files ...string) testImage {
+	t.Helper()
+	var m ocispec.Manifest
+	var c ocispec.Image
+	img := testImage{ref: "registry.example/app:1"}
+	mnt := t.TempDir()
+	for _, name := range files {
+		var b bytes.Buffer
+		w := tar.NewWriter(&b)
+		if err := errors.Join(
+			w.WriteHeader(&tar.Header{Name: name, Mode: 0o644, Size: int64(len(name)), Typeflag: tar.TypeReg}),
+			func() error { _, err := w.Write([]byte(name)); return err }(),
+			w.Close(),
+			os.WriteFile(filepath.Join(mnt, name), []byte(name), 0o644)); err != nil {
+			t.Fatal(err)
+		}
+		d := digest.FromBytes(b.Bytes())
+		f.blobs[d] = b.Bytes()
+		m.Layers = append(m.Layers, ocispec.Descriptor{MediaType: ocispec.MediaTypeImageLayer, Digest: d, Size: int64(b.Len())})
+		c.RootFS.DiffIDs = append(c.RootFS.DiffIDs, d)
+	}
+	manifest, err := json.Marshal(m)
+	if err != nil {
+		t.Fatal(err)
+	}
+	config, err := json.Marshal(c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	img.layers, img.manifest = m.Layers, digest.FromBytes(manifest)
+	img.chains = identity.ChainIDs(append([]digest.Digest(nil), c.RootFS.DiffIDs...))
+	img.name = "registry.example/app@" + img.manifest.String()
+	img.held = &node.Held{Ref: img.name, Digest: img.manifest, Manifest: manifest, Config: config, ChainID: img.chains[len(img.chains)-1], Mount: mnt}
+	f.offered[img.name] = img.held
+	return img
+}
+
+func open(t *testing.T, dir string, n Node) *Snapshotter {
+	t.Helper()
+	s, err := Open(t.Context(), Options{Dir: dir, Node: n})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := s.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return s
+}
+
+// labels are what containerd passes with layer i.
+func (img testImage) labels(i int) map[string]string {
+	return map[string]string{
+		snapshots.LabelSnapshotRef:             img.chains[i].String(),
+		snapshotters.TargetRefLabel:            img.ref,
+		snapshotters.TargetManifestDigestLabel: img.manifest.String(),
+		snapshotters.TargetLayerDigestLabel:    img.layers[i].Digest.String(),
+	}
+}
+
+// pullBy does what containerd does with layers from on, on a parent, while they
+// are skipped. It returns the names of the snapshots that it finds.
+func pullBy(t *testing.T, s *Snapshotter, img testImage, from int, parent string) (names []string) {
+	t.Helper()
+	for i := from; i < len(img.chains); i++ {
+		_, err := s.Prepare(t.Context(), fmt.Sprintf("extract-%s-%d", parent, i), parent, snapshots.WithLabels(img.labels(i)))
+		if !errdefs.IsAlreadyExists(err) {
+			t.Fatalf("prepare layer %d: %v, want already exists", i, err)
+		}
+		found := ""
+		err = s.Walk(t.Context(), func(_ context.Context, info snapshots.Info) error {
+			if info.Kind == snapshots.KindCommitted && info.Parent == parent {
+				found = info.Name
+			}
+			return nil
+		}, fmt.Sprintf("labels.%q==%s,parent==%q", snapshots.LabelSnapshotRef, img.chains[i], parent))
+		if err != nil || found == "" {
+			t.Fatalf("layer %d: no committed snapshot, %v", i, err)
+		}
+		names = append(names, found)
+		parent = found
+	}
+	return names
+}
+
+func remove(t *testing.T, s *Snapshotter, names ...string) {
+	t.Helper()
+	for _, n := range names {
+		if err := s.Remove(t.Context(), n); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+func lowerOf(t *testing.T, mounts []mount.Mount) []string {
+	t.Helper()
+	for _, o := range mounts[0].Options {
+		if l, ok := strings.CutPrefix(o, "lowerdir="); ok {
+			return strings.Split(l, ":")
+		}
+	}
+	return nil
+}

@@ -1,0 +1,402 @@
+package store
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"time"
+
+	"github.com/opencontainers/go-digest"
+
+	"hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/format/segment"
+	"hydrofoil.dev/foil/internal/format/toc"
+	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/arena"
+	"hydrofoil.dev/foil/internal/worker/contents"
+	"hydrofoil.dev/foil/internal/worker/rootfs"
+)
+
+// maxArenas bounds the devices of one mount. The format allows 65,535; each
+// costs the mount an open file.
+const maxArenas = 1000
+
+// Wanted is a rootfs that a pull wants.
+type Wanted struct {
+	Image *bundle.Image
+	TOC   *toc.TOC // nil when the server left it out
+	// By fills the rootfs, unless another one does.
+	By Filler
+	// Leases keep the rootfs, and those that lend to it.
+	Leases *Leases
+	// Observe, when not nil, makes what is told of reads of a rootfs that is laid
+	// out now. It may return nil.
+	Observe func(r *Rootfs) Observer
+}
+
+// Open finds the rootfs of an image, or lays it out: then made is not nil, and
+// says where its contents are; frames can be written to its arena, and
+// MountFirst does the rest.
+//
+// Errors: api.CodeConflict when what is here of it came by another TOC,
+// api.CodeCorrupt when it is broken and in use, a *Shortage.
+func (s *Store) Open(w Wanted) (r *Rootfs, made Placement, err error) {
+	s.layout.Lock()
+	defer s.layout.Unlock()
+	chain := w.Image.ChainID
+	if err := s.clearBroken(chain); err != nil {
+		return nil, nil, err
+	}
+	if r, err = s.found(w); r != nil || err != nil {
+		return r, nil, err
+	}
+	if w.TOC == nil {
+		return nil, nil, fmt.Errorf("the server sent no TOC of rootfs %s, which is not here", chain)
+	}
+	if r, made, err = s.layOut(w); err != nil {
+		return nil, nil, err
+	}
+	if err := s.Fits(r); err != nil {
+		s.discard(r)
+		return nil, nil, err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.rootfs[chain] = r
+	w.Leases.Take(r)
+	return r, made, nil
+}
+
+// found returns the rootfs of an image that is here, or nil. Called with
+// Store.layout held.
+func (s *Store) found(w Wanted) (*Rootfs, error) {
+	img := w.Image
+	s.mu.Lock()
+	r := s.rootfs[img.ChainID]
+	if r == nil {
+		s.mu.Unlock()
+		return nil, nil
+	}
+	if !r.Complete() && r.TOC() != img.TOCDigest {
+		s.mu.Unlock()
+		return nil, api.Errorf(api.CodeConflict, "the server now describes rootfs %s by TOC %s, what is here of it came by %s: remove its images with `foil rm` and pull again",
+			img.ChainID, img.TOCDigest, r.TOC())
+	}
+	w.Leases.Take(r)
+	for _, id := range r.Arenas() {
+		if other := s.ownerLocked(id); other != nil {
+			w.Leases.Take(other)
+		}
+	}
+	s.mu.Unlock()
+	if f := r.Filler(); f != nil && f != w.By && !f.Claimed() {
+		f.Yield() // this one goes on with what it has made
+	}
+	if r.Claim(w.By) {
+		if err := s.Fits(r); err != nil {
+			return r, err
+		}
+	}
+	// One that is not mounted is being made, or was kept for its arena only.
+	if !r.Mount().Mounted() && r.IsReady() {
+		return r, s.mount(r)
+	}
+	return r, nil
+}
+
+// newDir returns the directory for a new rootfs: its chain ID, in hex, with a
+// number after a dot while a lender has that name.
+func (s *Store) newDir(chain digest.Digest) string {
+	taken := make(map[string]bool)
+	for _, r := range s.lenders() {
+		taken[r.Dir()] = true
+	}
+	dir := filepath.Join(s.dir(), chain.Encoded())
+	for i, first := 2, dir; taken[dir]; i++ {
+		dir = fmt.Sprintf("%s.%d", first, i)
+	}
+	return dir
+}
+
+// layOut lays out the arena of a rootfs that is not here yet, and puts it behind the
+// gate. A content that another arena holds whole is used in place. Called with
+// Store.layout held.
+func (s *Store) layOut(w Wanted) (_ *Rootfs, _ Placement, err error) {
+	img, t := w.Image, w.TOC
+	r := rootfs.New(s.each, s.newDir(img.ChainID))
+	rec := rootfs.Record{
+		Version: rootfs.RecordVersion,
+		ChainID: img.ChainID,
+		TOC:     img.TOCDigest,
+		Files:   len(t.Inodes),
+		Created: time.Now().UTC(),
+	}
+	for i := range t.Contents {
+		rec.Contents += t.Contents[i].Size
+	}
+	// What is there can only be a leftover: nothing refers to it.
+	if err := os.RemoveAll(r.Dir()); err != nil {
+		return nil, nil, err
+	}
+	if err := os.MkdirAll(r.Mountpoint(), 0o700); err != nil {
+		return nil, nil, err
+	}
+	defer func() {
+		if err != nil {
+			s.discard(r)
+		}
+	}()
+	if err := os.WriteFile(r.Path(rootfs.TOCName), img.TOC, 0o600); err != nil {
+		return nil, nil, err
+	}
+	s.opts.At("toc")
+
+	var place Placement
+	place, rec.Arenas = s.place(r.ID(), t, w.Leases)
+	r.LayOut(rec, w.By)
+	have := &Files{TOC: t, Place: place}
+	layout, err := r.Layout(have)
+	if err != nil {
+		return nil, nil, err
+	}
+	meta := begin(func() (string, error) { return s.writeMeta(r, have, layout) })
+	enc := place.Encode()
+	if err := os.WriteFile(r.Path(rootfs.PlacementName), enc, 0o600); err != nil {
+		return nil, nil, errors.Join(err, wait(meta))
+	}
+	if err := contents.Write(r.Path(rootfs.ContentsName), t, layout); err != nil {
+		return nil, nil, errors.Join(err, wait(meta))
+	}
+	list, err := contents.Map(r.Path(rootfs.ContentsName))
+	if err != nil {
+		return nil, nil, errors.Join(err, wait(meta))
+	}
+	r.SetLayout(rootfs.Sum(enc), list, meta)
+	r.SetLent(t, place)
+	if r.Own() < 0 {
+		return r, place, nil
+	}
+	a, err := arena.Create(r.Dir(), layout)
+	if err != nil {
+		return nil, nil, err
+	}
+	s.opts.At("arena")
+	var o Observer
+	if w.Observe != nil {
+		o = w.Observe(r)
+	}
+	// Before anything opens it for reading.
+	if err := s.opts.Gate.Guard(r.Name(), a.File(), r.Backing(a, o)); err != nil {
+		return nil, nil, err
+	}
+	s.opts.At("guarded")
+	return r, place, nil
+}
+
+// wait waits for what begin has begun, whatever comes of it.
+func wait[T any](begun func() (T, error)) error {
+	_, _ = begun()
+	return nil
+}
+
+// begin runs fn in the background; what it returns waits for its results.
+func begin[T any](fn func() (T, error)) (wait func() (T, error)) {
+	var v T
+	var err error
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		v, err = fn()
+	}()
+	return func() (T, error) {
+		<-done
+		return v, err
+	}
+}
+
+// place decides where each content lies: in the first arena that holds it whole, else
+// in the rootfs's own, which has an ID. It returns the IDs of the arenas as well, and
+// has leases keep them.
+func (s *Store) place(own digest.Digest, t *toc.TOC, leases *Leases) (place Placement, arenas []digest.Digest) {
+	const unplaced = ^uint16(0)
+	place = make(Placement, len(t.Contents))
+	left := make([]int32, len(t.Contents))
+	for i := range place {
+		place[i], left[i] = unplaced, int32(i)
+	}
+	id := func(c int32) *segment.ID { return &t.Contents[c].ID }
+	lenders := s.mayLend(leases)
+	if len(lenders) > 0 {
+		segment.Sort(left, id)
+	}
+	for _, other := range lenders {
+		if len(left) == 0 || len(arenas) == maxArenas-1 {
+			break
+		}
+		src := other.Contents()
+		if src == nil {
+			continue
+		}
+		device, found := uint16(len(arenas)), false
+		src.List.Join(left, id, func(c int32, off int64, piece bool) {
+			if !piece && src.Holds(off, t.Contents[c].Size) {
+				place[c], found = device, true
+			}
+		})
+		if !found {
+			continue
+		}
+		arenas = append(arenas, other.ID())
+		left = slices.DeleteFunc(left, func(c int32) bool { return place[c] != unplaced })
+	}
+	if len(left) > 0 {
+		for _, c := range left {
+			place[c] = uint16(len(arenas))
+		}
+		arenas = append(arenas, own)
+	}
+	return place, arenas
+}
+
+// mayLend returns the rootfs whose arenas may be used in place, those first that
+// hold the most, and has leases keep them. One that a new daemon would not find
+// again lends nothing.
+func (s *Store) mayLend(leases *Leases) []*Rootfs {
+	type lending struct {
+		r    *Rootfs
+		size int
+	}
+	var list []lending
+	s.mu.Lock()
+	for _, r := range append(sorted(s.rootfs), sorted(s.lent)...) {
+		if n := r.Lends(); n >= 0 {
+			leases.Take(r)
+			list = append(list, lending{r, n})
+		}
+	}
+	s.mu.Unlock()
+	slices.SortStableFunc(list, func(a, b lending) int {
+		return cmp.Or(cmp.Compare(b.size, a.size), cmp.Compare(a.r.ID(), b.r.ID()))
+	})
+	rootfs := make([]*Rootfs, len(list))
+	for i := range list {
+		rootfs[i] = list[i].r
+	}
+	return rootfs
+}
+
+// CopyShared fills r's arena with the segments that other arenas hold inside
+// contents that are not the same: what stayed of a large file that changed. The
+// server does not send them. It returns how many bytes it copied.
+func (s *Store) CopyShared(ctx context.Context, r *Rootfs, from *Leases) (copied int64) {
+	a := r.Arena()
+	if a == nil {
+		return 0
+	}
+	l := a.Layout()
+	absent := make([]int, 0, l.Segments())
+	for i := range l.Segments() {
+		if s := l.Segment(i); !s.ID.IsHole() && !a.HasSegment(i) {
+			absent = append(absent, i)
+		}
+	}
+	others := slices.DeleteFunc(from.List(), func(o *Rootfs) bool { return o == r })
+	if len(absent) == 0 || len(others) == 0 {
+		return 0
+	}
+	want, id := sorted32(l, absent)
+	buf := make([]byte, segment.MaxLength)
+	for _, other := range others {
+		src := other.Contents()
+		if src == nil {
+			continue
+		}
+		var err error
+		src.List.Join(want, id, func(i int32, off int64, _ bool) {
+			s := l.Segment(int(i))
+			if err != nil || ctx.Err() != nil || a.HasSegment(int(i)) || !src.Holds(off, int64(s.Length)) {
+				return
+			}
+			if err = copyTo(src, a, int(i), off, buf); err == nil {
+				copied += int64(s.Length)
+			}
+		})
+		if closed := src.Close(); err == nil {
+			err = closed
+		}
+		if err != nil {
+			s.log.Warn("copy segments from another arena; what is missing is pulled", "from", other.ChainID(), "to", r.ChainID(), "error", err)
+		}
+	}
+	return copied
+}
+
+// sorted32 sorts segments of an arena by their IDs, which id gives, for contents.List.Join.
+func sorted32(l *arena.Layout, segments []int) (sorted []int32, id func(int32) *segment.ID) {
+	ids := make([]segment.ID, l.Segments())
+	sorted = make([]int32, len(segments))
+	for k, i := range segments {
+		sorted[k], ids[i] = int32(i), l.Segment(i).ID
+	}
+	id = func(i int32) *segment.ID { return &ids[i] }
+	segment.Sort(sorted, id)
+	return sorted, id
+}
+
+// copyTo fills segment i of an arena with what is at off, which is compared with the segment's ID.
+// buf has room for it.
+func copyTo(src *rootfs.Contents, a *arena.Arena, i int, off int64, buf []byte) error {
+	b := buf[:a.Layout().Segment(i).Length]
+	if _, err := src.ReadAt(b, off); err != nil {
+		return err
+	}
+	return a.WriteSegment(i, b)
+}
+
+// clearBroken makes way for a rootfs in the place of one that cannot be served.
+// Called with Store.layout held.
+func (s *Store) clearBroken(chain digest.Digest) error {
+	r := s.Get(chain)
+	if r == nil || r.Broken() == nil || !r.IsReady() {
+		return nil
+	}
+	bad := func(format string, args ...any) error {
+		return api.Errorf(api.CodeCorrupt, "rootfs %s cannot be served: %w; %s", chain, r.Broken(), fmt.Sprintf(format, args...))
+	}
+	if on := s.opts.Names.ContainersOn(chain); len(on) > 0 {
+		return bad("remove container %s with `foil rm --force %s` and pull again", on[0], on[0])
+	}
+	borrowers := s.borrowers(r)
+	if len(borrowers) > 0 && (!r.Complete() || r.Contents() == nil) {
+		user := s.opts.Names.Image(borrowers[0].ChainID())
+		return bad("image %s uses contents in its arena: remove that with `foil rm %s`, and pull both again", user, user)
+	}
+	if s.opts.Names.Held(chain) {
+		return bad("containerd uses it: remove its containers and images there, and pull again")
+	}
+	if r.Used() {
+		return bad("it is in use just now: pull again in a moment")
+	}
+	if r.Mount().Mounted() {
+		if err := s.unmount(r, false); err != nil {
+			return bad("and it is in use: %v", err)
+		}
+	}
+	if r.IsOpen() {
+		return bad("and a container that the daemon does not know uses it: end it, and pull again")
+	}
+	switch ok, err := s.becomeLender(s.ctx, r, borrowers); {
+	case err != nil:
+		return bad("and it cannot be put out of the way: %v", err)
+	case !ok:
+		return bad("it is in use just now: pull again in a moment")
+	}
+	if len(borrowers) == 0 {
+		s.drop(r)
+	}
+	return nil
+}
