@@ -5,8 +5,10 @@
 // what disturbs a round disturbs both of a pair alike only if the two results
 // were made in turns; made one after the other, they share the machine alone.
 // For each setting and measure it gives both medians, the median of the pairs'
-// ratios, and a 95% interval of it (bootstrap). Over all settings of an engine a
-// sign test tells whether so many of them went the same way by chance.
+// ratios, and a 95% interval of it (bootstrap). Over all settings of an engine, and over
+// all engines, it gives the geometric mean of the pairs' ratios with its 95% upper bound
+// (see stats.MeanRatio), the worst setting, and a sign test, which tells whether so many
+// settings went the same way by chance.
 package compare
 
 import (
@@ -34,11 +36,18 @@ type Measure struct {
 // Measures are those that are compared.
 var Measures = []Measure{
 	{Name: "ready", of: func(r results.Run) float64 { return r.Marks[engines.Ready].Time.Seconds() }},
+	{Name: "longest wait", of: longestWait},
 	{Name: "complete", of: func(r results.Run) float64 { return r.Marks[engines.Complete].Time.Seconds() }},
 	{Name: "bytes until ready", of: func(r results.Run) float64 { return float64(r.Marks[engines.Ready].Down) }},
 	{Name: "bytes in all", of: func(r results.Run) float64 { return float64(r.Marks[engines.Quiet].Down) }},
 	{Name: "cpu", of: func(r results.Run) float64 { return r.CPU.Seconds() }, late: true},
 	{Name: "memory", of: func(r results.Run) float64 { return float64(r.Memory) }, late: true},
+}
+
+// longestWait is the longest wait of a read; 0 if none waited, and the pair does not count.
+func longestWait(r results.Run) float64 {
+	w, _ := r.LongestWait()
+	return w.Took.Seconds()
 }
 
 // Verdict is what a difference amounts to.
@@ -65,15 +74,19 @@ type Line struct {
 	Ratio   float64 // median of After over Before, pair by pair
 	stats.Interval
 	Verdict Verdict
+	ratios  []float64 // of the pairs
 }
 
-// Summary is one engine, kind and measure over all its settings.
+// Summary is one engine, kind and measure over all its settings; without an engine and a
+// kind, over all there are.
 type Summary struct {
 	Engine, Measure string
 	Kind            results.Kind
 	Settings        int
 	Up, Down        int     // settings whose ratio is above, below 1
-	Ratio           float64 // geometric mean of the settings' ratios
+	Ratio           float64 // geometric mean of the pairs' ratios, in which each setting counts once
+	Upper           float64 // its 95% upper bound; NaN if there are too few pairs
+	Worst           Line    // the setting with the largest median of its ratios
 	P               float64 // of the sign test
 	Verdict         Verdict
 }
@@ -165,7 +178,7 @@ func Compare(before, after results.Everything) Report {
 func judge(k results.Key, measure string, was, is, ratios []float64) Line {
 	l := Line{
 		Key: k, Measure: measure, Pairs: len(ratios), Before: stats.Median(was), After: stats.Median(is),
-		Ratio: stats.Median(ratios), Interval: stats.Bootstrap(ratios, stats.Median), Verdict: Same,
+		Ratio: stats.Median(ratios), Interval: stats.Bootstrap(ratios, stats.Median), Verdict: Same, ratios: ratios,
 	}
 	switch {
 	case len(ratios) < 3:
@@ -184,28 +197,40 @@ func (r *Report) summarise() {
 		engine, measure string
 		kind            results.Kind
 	}
-	ratios := map[group][]float64{}
+	lines := map[group][]Line{}
 	var order []group
-	for _, l := range r.Lines {
-		g := group{l.Key.Engine, l.Measure, l.Key.Kind}
-		if ratios[g] == nil {
+	add := func(g group, l Line) {
+		if lines[g] == nil {
 			order = append(order, g)
 		}
-		ratios[g] = append(ratios[g], l.Ratio)
+		lines[g] = append(lines[g], l)
 	}
+	for _, l := range r.Lines {
+		add(group{l.Key.Engine, l.Measure, l.Key.Kind}, l)
+		add(group{"", l.Measure, ""}, l)
+	}
+	// What is over all says nothing new of one engine and kind.
+	order = slices.DeleteFunc(order, func(g group) bool {
+		first := lines[g][0].Key
+		return g.engine == "" && !slices.ContainsFunc(lines[g], func(l Line) bool { return l.Key.Engine != first.Engine || l.Key.Kind != first.Kind })
+	})
 	slices.SortStableFunc(order, func(a, b group) int {
 		return cmp.Or(strings.Compare(a.engine, b.engine), strings.Compare(string(a.kind), string(b.kind)))
 	})
 	for _, g := range order {
-		s := Summary{Engine: g.engine, Measure: g.measure, Kind: g.kind, Settings: len(ratios[g]), Ratio: stats.GeometricMean(ratios[g]), Verdict: Same}
-		for _, ratio := range ratios[g] {
+		s := Summary{Engine: g.engine, Measure: g.measure, Kind: g.kind, Settings: len(lines[g]), Verdict: Same}
+		var pairs [][]float64
+		for _, l := range lines[g] {
+			pairs = append(pairs, l.ratios)
 			switch {
-			case ratio > 1:
+			case l.Ratio > 1:
 				s.Up++
-			case ratio < 1:
+			case l.Ratio < 1:
 				s.Down++
 			}
 		}
+		s.Ratio, s.Upper = stats.MeanRatio(pairs)
+		s.Worst = slices.MaxFunc(lines[g], func(a, b Line) int { return cmp.Compare(a.Ratio, b.Ratio) })
 		s.P = stats.SignTest(s.Up, s.Down)
 		switch {
 		case s.Settings < 6:
@@ -219,6 +244,25 @@ func (r *Report) summarise() {
 		}
 		r.Summaries = append(r.Summaries, s)
 	}
+}
+
+// Only leaves out what is not of these measures, by name; without any it leaves out nothing.
+func (r Report) Only(measures ...string) (Report, error) {
+	if len(measures) == 0 {
+		return r, nil
+	}
+	for _, name := range measures {
+		if !slices.ContainsFunc(Measures, func(m Measure) bool { return m.Name == name }) {
+			var known []string
+			for _, m := range Measures {
+				known = append(known, m.Name)
+			}
+			return r, fmt.Errorf("bench: nothing measured is called %q; there are: %s", name, strings.Join(known, ", "))
+		}
+	}
+	r.Lines = slices.DeleteFunc(slices.Clone(r.Lines), func(l Line) bool { return !slices.Contains(measures, l.Measure) })
+	r.Summaries = slices.DeleteFunc(slices.Clone(r.Summaries), func(s Summary) bool { return !slices.Contains(measures, s.Measure) })
+	return r, nil
 }
 
 // Write writes a comparison as text. Unless all is set, settings without a
@@ -236,13 +280,22 @@ func (r Report) Write(w io.Writer, all bool) error {
 		return err
 	}
 	t := tabwriter.NewWriter(w, 0, 4, 2, ' ', 0)
-	fmt.Fprintln(t, "engine\tkind\tmeasure\tsettings\tafter/before\tup, down\tp\tverdict")
+	fmt.Fprintln(t, "engine\tkind\tmeasure\tsettings\tafter/before\t95% upper bound\tworst setting\tup, down\tp\tverdict")
 	for _, s := range r.Summaries {
 		verdict := string(s.Verdict)
 		if s.Verdict == Few {
 			verdict = "too few settings"
 		}
-		fmt.Fprintf(t, "%s\t%s\t%s\t%d\t%.3f\t%d, %d\t%.3f\t%s\n", s.Engine, s.Kind, s.Measure, s.Settings, s.Ratio, s.Up, s.Down, s.P, verdict)
+		upper := "–"
+		if !math.IsNaN(s.Upper) {
+			upper = fmt.Sprintf("%.3f", s.Upper)
+		}
+		worst := s.Worst.Key
+		where := fmt.Sprintf("%.3f (%s, %v)", s.Worst.Ratio, worst.Image, worst.RTT.Round(time.Millisecond))
+		if s.Engine == "" {
+			where = fmt.Sprintf("%.3f (%s, %s, %s, %v)", s.Worst.Ratio, worst.Engine, worst.Image, worst.Kind, worst.RTT.Round(time.Millisecond))
+		}
+		fmt.Fprintf(t, "%s\t%s\t%s\t%d\t%.3f\t%s\t%s\t%d, %d\t%.3f\t%s\n", cmp.Or(s.Engine, "all"), cmp.Or(string(s.Kind), "all"), s.Measure, s.Settings, s.Ratio, upper, where, s.Up, s.Down, s.P, verdict)
 	}
 	fmt.Fprintln(t)
 	fmt.Fprintln(t, "engine\timage\tkind\trtt\trate\tmeasure\tpairs\tbefore\tafter\tafter/before\t95% interval\tverdict")

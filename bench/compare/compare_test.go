@@ -2,6 +2,7 @@ package compare
 
 import (
 	"bytes"
+	"math"
 	"strings"
 	"testing"
 	"time"
@@ -72,6 +73,47 @@ func TestUnpaired(t *testing.T) {
 		if !strings.Contains(out.String(), want) {
 			t.Errorf("%q is missing in:\n%s", want, out.String())
 		}
+	}
+}
+
+// Over all engines and kinds each setting counts once, and the worst is named.
+func TestOverAll(t *testing.T) {
+	before := made(1, func(_, _ int) int { return 1000 })
+	after := made(1, func(_, rep int) int { return 1000 + 2*rep })
+	for i := range before.Runs {
+		// Another engine, by a tenth slower, and a run of it less.
+		b, a := before.Runs[i], after.Runs[i]
+		b.Engine, a.Engine = "hydrofoil-untraced", "hydrofoil-untraced"
+		b.Kind, a.Kind = results.Update, results.Update
+		a.Marks = map[engines.Mark]engines.Point{engines.Ready: {Time: 1100 * time.Millisecond}}
+		before.Runs = append(before.Runs, b)
+		if i > 0 {
+			after.Runs = append(after.Runs, a)
+		}
+	}
+	report, err := Compare(before, after).Only("ready")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(report.Summaries) != 3 {
+		t.Fatalf("%d summaries, want one for each engine and one for all: %+v", len(report.Summaries), report.Summaries)
+	}
+	all := report.Summaries[0]
+	if all.Engine != "" || all.Settings != 2 || all.Worst.Key.Engine != "hydrofoil-untraced" {
+		t.Errorf("over all: %+v", all)
+	}
+	if math.Abs(all.Ratio-math.Sqrt(1.006*1.1)) > 1e-4 || all.Upper <= all.Ratio || all.Upper > all.Ratio*1.003 {
+		t.Errorf("over all %.5f, at most %.5f", all.Ratio, all.Upper)
+	}
+	var out bytes.Buffer
+	if err := report.Write(&out, true); err != nil {
+		t.Fatal(err)
+	}
+	if want := "1.100 (hydrofoil-untraced, redis, update, 0s)"; !strings.Contains(out.String(), want) {
+		t.Errorf("%q is missing in:\n%s", want, out.String())
+	}
+	if _, err := Compare(before, after).Only("speed"); err == nil || !strings.Contains(err.Error(), "longest wait") {
+		t.Errorf("of what is not measured: %v", err)
 	}
 }
 

@@ -2,7 +2,8 @@
 // it that are compared, each behind the interface Engine:
 //
 //	hydrofoil     foil node and foil run; the service traced, the server connected
-//	hydrofoil-untraced, -unconnected, -bare: without one of these, or both
+//	hydrofoil-untraced, -unconnected, -bare: without one of these, or both;
+//	              the server has neither sets nor traces of what is untraced
 //	hydrofoil-containerd  the same daemon as containerd's snapshotter and mirror, and ctr
 //	hydrofoil-cri         the same through containerd's CRI, as a kubelet uses it
 //	overlayfs     containerd, full pull, its overlayfs snapshotter
@@ -23,6 +24,7 @@
 package engines
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"os/exec"
@@ -57,10 +59,15 @@ func (im Image) args() []string {
 
 // Programs say where the engines' programs are, where that is not PATH.
 type Programs struct {
-	Foil       string
+	Foil string
+	// Server is the foil that serves; empty: Foil.
+	Server     string
 	Containerd string // its ctr and shim are beside it, or on PATH
 	Peers      string // a directory of peers' programs, looked into before PATH
 }
+
+// Serves is the foil that serves.
+func (p Programs) Serves() string { return cmp.Or(p.Server, p.Foil) }
 
 // Preparation is what an engine needs done to an image before it can be pulled.
 type Preparation struct {
@@ -139,6 +146,13 @@ type Whole interface{ Whole() }
 type Teller interface {
 	// Tell notes on the trial which reads waited, and what was written until ready.
 	Tell(ctx context.Context, t *Trial) error
+}
+
+// Unlearner is a worker of an engine that may be there to start what nobody has traced.
+type Unlearner interface {
+	// Unlearn has the server forget what it knows of an image's services, where the
+	// worker is such a one. It is called before each provisioning.
+	Unlearn(ctx context.Context, im Image) error
 }
 
 // Startups is a worker that knows of startup sets.

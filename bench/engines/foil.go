@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"net/http"
 	"net/url"
 	"os"
 	"path/filepath"
@@ -27,6 +28,10 @@ import (
 // Hydrofoil is what this project is about: a node daemon at the edge, and foil
 // run. Pulled is when the rootfs is mounted. Without a variant, services were
 // traced, and the daemon keeps a connection to the server from its start on.
+//
+// Startup sets and traces belong to a repository. What nobody has traced is pulled from
+// one of its own, of which the server knows neither: it sends no set, and no trace
+// decides about the order of the rest.
 type Hydrofoil struct {
 	// Variant is one of the constants below.
 	Variant string
@@ -34,7 +39,7 @@ type Hydrofoil struct {
 
 // Variants of Hydrofoil, each without something.
 const (
-	Untraced    = "untraced"    // no startup sets
+	Untraced    = "untraced"    // no startup sets and no traces on the server
 	Unconnected = "unconnected" // the daemon connects when it is told to pull
 	Bare        = "bare"        // neither
 	// Learning workers report what they touched, and nobody has traced anything
@@ -54,7 +59,14 @@ func (h *Hydrofoil) Name() string {
 func (h *Hydrofoil) traced() bool {
 	return h.Variant == "" || h.Variant == Unconnected || h.Variant == Used
 }
+func (h *Hydrofoil) untraced() bool  { return h.Variant == Untraced || h.Variant == Bare }
 func (h *Hydrofoil) connected() bool { return h.Variant != Unconnected && h.Variant != Bare }
+
+// untraced is an image in the repository of what nobody has traced.
+func untraced(im Image) Image {
+	im.Ref = RegistryAddr + "/untraced/" + strings.TrimPrefix(im.Ref, RegistryAddr+"/")
+	return im
+}
 
 // Find tells builds of one version apart by the digest of the program.
 func (*Hydrofoil) Find(ctx context.Context, p Programs) (string, error) {
@@ -62,16 +74,29 @@ func (*Hydrofoil) Find(ctx context.Context, p Programs) (string, error) {
 	if err != nil {
 		return "", fmt.Errorf("%s; make build builds it, --foil says where it is", strings.TrimSpace(err.Error()))
 	}
-	program, err := os.ReadFile(p.Foil)
+	program, err := digestOf(p.Foil)
+	if err != nil || p.Serves() == p.Foil {
+		return version + ", program " + program, err
+	}
+	server, err := digestOf(p.Serves())
+	return version + ", program " + program + ", served by " + server, err
+}
+
+func digestOf(program string) (string, error) {
+	text, err := os.ReadFile(program)
 	if err != nil {
 		return "", fmt.Errorf("bench: %w", err)
 	}
-	return fmt.Sprintf("%s, program sha256:%.6x", version, sha256.Sum256(program)), nil
+	return fmt.Sprintf("sha256:%.6x", sha256.Sum256(text)), nil
 }
 
-// Prepare traces the service, unless that was done. What the server prepares by itself when an image is
+// Prepare traces the service, unless that was done, or pushes the image to the repository of what
+// nobody has traced. What the server prepares by itself when an image is
 // pushed, and the time that takes, are part of the push.
 func (h *Hydrofoil) Prepare(ctx context.Context, s *site.Site, p Programs, im Image) (Preparation, error) {
+	if h.untraced() {
+		return Preparation{What: "none: the server ingests what is pushed"}, Push(ctx, s, untraced(im))
+	}
 	if !h.traced() {
 		return Preparation{What: "none: the server ingests what is pushed"}, nil
 	}
@@ -125,22 +150,55 @@ const traceRuns = 2
 
 // Set asks the server, in the cloud.
 func (w *foilWorker) Set(ctx context.Context, im Image) (set bundle.Service, of int64, err error) {
-	repository, tag, _ := strings.Cut(strings.TrimPrefix(im.Ref, RegistryAddr+"/"), ":")
-	query := url.Values{"repository": {repository}, "reference": {tag}}
-	out, err := get(ctx, w.site, bundle.StartupPath+"?"+query.Encode())
-	if err != nil {
-		return set, 0, err
-	}
-	var report bundle.StartupReport
-	if err := json.Unmarshal(out, &report); err != nil {
-		return set, 0, fmt.Errorf("bench: startup sets of %s: %w", im.Ref, err)
-	}
+	report, err := w.sets(ctx, im)
 	for _, set := range report.Services {
 		if slices.Equal(set.Args, im.args()) {
 			return set, report.ImageBytes, nil
 		}
 	}
-	return set, report.ImageBytes, nil
+	return set, report.ImageBytes, err
+}
+
+// sets are what the server has of an image's startup sets.
+func (w *foilWorker) sets(ctx context.Context, im Image) (report bundle.StartupReport, err error) {
+	out, err := ask(ctx, w.site, http.MethodGet, startupPath(im))
+	if err == nil {
+		err = json.Unmarshal(out, &report)
+	}
+	if err != nil {
+		return report, fmt.Errorf("bench: startup sets of %s: %w", im.Ref, err)
+	}
+	return report, nil
+}
+
+// startupPath is where the server tells of an image's startup sets, and forgets them.
+func startupPath(im Image) string {
+	repository, tag, _ := strings.Cut(strings.TrimPrefix(im.Ref, RegistryAddr+"/"), ":")
+	return bundle.StartupPath + "?" + url.Values{"repository": {repository}, "reference": {tag}}.Encode()
+}
+
+// own is an image where this worker pulls it.
+func (w *foilWorker) own(im Image) Image {
+	if w.untraced {
+		return untraced(im)
+	}
+	return im
+}
+
+// Unlearn removes startup sets and traces from the repository of what nobody has traced.
+func (w *foilWorker) Unlearn(ctx context.Context, im Image) error {
+	if !w.untraced {
+		return nil
+	}
+	im = w.own(im)
+	if _, err := ask(ctx, w.site, http.MethodDelete, startupPath(im)); err != nil {
+		return err
+	}
+	report, err := w.sets(ctx, im)
+	if err == nil && len(report.Services) > 0 {
+		err = fmt.Errorf("bench: the server knows %d services of %s after it was told to forget them", len(report.Services), im.Ref)
+	}
+	return err
 }
 
 // built waits until the server has a set that is younger than after; it builds sets in the
@@ -162,7 +220,7 @@ func (w *foilWorker) built(ctx context.Context, im Image, after time.Time) (set 
 // Startup is what the last foil run told.
 func (w *foilWorker) Startup(ctx context.Context) (StartupResult, error) {
 	ready, err := w.ready(ctx)
-	return StartupResult{ready.StartupOrigin, ready.StartupMoved, ready.Waits, time.Duration(ready.Waited * float64(time.Second))}, err
+	return StartupResult{ready.StartupOrigin, ready.StartupMoved, ready.Waits, seconds(ready.Waited)}, err
 }
 
 // Reported gives it a minute: reports are sent after a while, in the background.
@@ -174,7 +232,7 @@ func (w *foilWorker) Reported(ctx context.Context, im Image) error {
 }
 
 func (h *Hydrofoil) Worker(s *site.Site, p Programs, dir string) Worker {
-	return &foilWorker{site: s, foil: p.Foil, root: dir, connected: h.connected(), startup: h.traced() || h.Variant == Learning, reports: h.Variant == Learning, used: h.Variant == Used}
+	return &foilWorker{site: s, foil: p.Foil, root: dir, connected: h.connected(), untraced: h.untraced(), reports: h.Variant == Learning, used: h.Variant == Used}
 }
 
 type foilWorker struct {
@@ -182,7 +240,7 @@ type foilWorker struct {
 	foil string
 	root string
 	// What Variant says.
-	connected, startup, reports, used bool
+	connected, untraced, reports, used bool
 	// More flags of the daemon.
 	flags []string
 
@@ -282,8 +340,8 @@ func (w *foilWorker) Provision(ctx context.Context, im Image, t *Trial) (*Contai
 	if err != nil {
 		return nil, fmt.Errorf("bench: %w", err)
 	}
-	args := []string{"run", "--root", w.root, "--rm", "--plain-http", "--events", "fd:3", "--probe", im.Ready.Probe,
-		fmt.Sprintf("--startup=%t", w.startup), im.Ref}
+	im = w.own(im)
+	args := []string{"run", "--root", w.root, "--rm", "--plain-http", "--events", "fd:3", "--probe", im.Ready.Probe, im.Ref}
 	if len(im.Command) > 0 {
 		args = append(append(args, "--"), im.Command...)
 	}
@@ -321,6 +379,7 @@ func (w *foilWorker) stopContainer(p *site.Process) error {
 
 // Complete waits until every byte of the image is on the worker.
 func (w *foilWorker) Complete(ctx context.Context, im Image, t *Trial) error {
+	im = w.own(im)
 	client := api.Dial(w.root)
 	defer client.Close()
 	err := w.daemon.Until(ctx, "wait until "+im.Ref+" is complete", func() bool {
@@ -354,7 +413,7 @@ func (w *foilWorker) Tell(ctx context.Context, t *Trial) error {
 		return err
 	}
 	t.ArenaReady(event.ArenaBytes)
-	t.Waits(event.Waits, time.Duration(event.Waited*float64(time.Second)))
+	t.Waits(event.Waits, seconds(event.Waited))
 	return w.tellReads(ctx, w.ref, t)
 }
 
@@ -371,6 +430,9 @@ func (w *foilWorker) tellReads(ctx context.Context, ref string, t *Trial) error 
 		return fmt.Errorf("bench: ask which reads of %s waited: %w", ref, err)
 	}
 	t.Reads(report.Reads)
+	if report.WaitMax > 0 {
+		t.Longest(seconds(report.WaitMax), seconds(report.WaitBound), report.WaitsOver)
+	}
 	return nil
 }
 
@@ -388,6 +450,7 @@ func (w *foilWorker) ready(ctx context.Context) (event api.Event, err error) {
 
 // Check compares digests, and has every byte verified if none is missing.
 func (w *foilWorker) Check(ctx context.Context, im Image, complete bool) error {
+	im = w.own(im)
 	client := api.Dial(w.root)
 	defer client.Close()
 	list, err := client.Images(ctx)

@@ -77,7 +77,7 @@ func newHosted(s *site.Site, p Programs, dir string, c *containerdWorker) *hoste
 	root := filepath.Join(dir, "foil")
 	c.proxy, c.hosts, c.mirror = filepath.Join(root, "run", "snapshotter.sock"), filepath.Join(dir, "certs.d"), mirrorAddr
 	return &hosted{containerd: c, foilWorker: &foilWorker{
-		site: s, foil: p.Foil, root: root, connected: true, startup: true,
+		site: s, foil: p.Foil, root: root, connected: true,
 		flags: []string{"--mirror-listen", mirrorAddr, "--hosts-dir", c.hosts, "--docker-config", ""},
 	}}
 }

@@ -53,9 +53,9 @@ func cloudClient(s *site.Site) *http.Client {
 	}}
 }
 
-// get asks the registry for a path.
-func get(ctx context.Context, s *site.Site, path string) ([]byte, error) {
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+RegistryAddr+path, nil)
+// ask asks the registry, in the cloud, for a path.
+func ask(ctx context.Context, s *site.Site, method, path string) ([]byte, error) {
+	req, err := http.NewRequestWithContext(ctx, method, "http://"+RegistryAddr+path, nil)
 	if err != nil {
 		return nil, fmt.Errorf("bench: %w", err)
 	}
@@ -65,11 +65,11 @@ func get(ctx context.Context, s *site.Site, path string) ([]byte, error) {
 	}
 	defer response.Body.Close()
 	body, err := io.ReadAll(response.Body)
-	if err == nil && response.StatusCode != http.StatusOK {
+	if err == nil && response.StatusCode != http.StatusOK && response.StatusCode != http.StatusNoContent {
 		err = fmt.Errorf("%s: %s", response.Status, body)
 	}
 	if err != nil {
-		return nil, fmt.Errorf("bench: GET %s: %w", path, err)
+		return nil, fmt.Errorf("bench: %s %s: %w", method, path, err)
 	}
 	return body, nil
 }

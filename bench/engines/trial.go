@@ -26,6 +26,7 @@ const (
 	Ready    Mark = "ready"    // the probe says so
 	Complete Mark = "complete" // nothing of the image is missing
 	Quiet    Mark = "quiet"    // the line is silent; its time is that of the last packet
+	Cut      Mark = "cut"      // the worker's connections were cut
 )
 
 // Point is what had happened at a moment. Bytes and packets are those that had
@@ -48,12 +49,14 @@ type Trial struct {
 	cpu   time.Duration
 	pids  []int
 
-	mu     sync.Mutex
-	marks  map[Mark]Point
-	waits  int64
-	waited time.Duration
-	reads  []Read
-	arena  int64
+	mu      sync.Mutex
+	marks   map[Mark]Point
+	waits   int64
+	waited  time.Duration
+	longest *Wait
+	over    int64
+	reads   []Read
+	arena   int64
 
 	quit, gone chan struct{}
 	line       []Point // what moved, every tick
@@ -140,9 +143,20 @@ func (t *Trial) Reads(reads []api.Read) {
 		if began < 0 {
 			continue
 		}
-		t.reads = append(t.reads, Read{Began: began, Took: time.Duration(r.Took * float64(time.Second)), Path: r.Path, Page: r.Page, Pages: r.Pages, Planned: r.Planned})
+		t.reads = append(t.reads, Read{Began: began, Took: seconds(r.Took), Bound: seconds(r.Bound), Path: r.Path, Page: r.Page, Pages: r.Pages, Planned: r.Planned})
 	}
 }
+
+// Longest notes the longest wait of a read in the whole run, what it should have been at
+// most, and how many reads waited longer than twice that; the last two are 0 if the engine
+// does not tell.
+func (t *Trial) Longest(took, bound time.Duration, over int64) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.longest, t.over = &Wait{took, bound}, over
+}
+
+func seconds(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }
 
 // waitsUntilReady takes the number and sum of waits from the reads that are noted.
 func (t *Trial) waitsUntilReady() {
@@ -189,6 +203,31 @@ func (t *Trial) watch() {
 	}
 }
 
+// CutAfter cuts the worker's connections to the cloud, once, when so many bytes have come
+// down the line. End, called once, ends that, and returns an error if it has not happened.
+func (t *Trial) CutAfter(ctx context.Context, bytes int64) (end func() error) {
+	ctx, cancel := context.WithCancel(ctx)
+	result := make(chan error, 1)
+	go func() {
+		ticker := time.NewTicker(tick / 10)
+		defer ticker.Stop()
+		for t.Now().Down < bytes {
+			select {
+			case <-ctx.Done():
+				result <- fmt.Errorf("bench: cut the connections after %d bytes: only %d have come", bytes, t.Now().Down)
+				return
+			case <-ticker.C:
+			}
+		}
+		t.Mark(Cut)
+		result <- t.site.Link.Cut(ctx)
+	}()
+	return func() error {
+		cancel()
+		return <-result
+	}
+}
+
 // Quiet waits until less than a packet has come down the line for a period, and
 // marks when the last one came.
 func (t *Trial) Quiet(ctx context.Context, period time.Duration, m Mark) error {
@@ -218,6 +257,11 @@ type Outcome struct {
 	Memory int64          `json:"memory"` // bytes, the sum of the peaks of its daemons' resident sets
 	Waits  int64          `json:"waits"`  // reads that had to wait until ready, if the engine tells
 	Waited time.Duration  `json:"waited_ns"`
+	// Longest is the longest wait of a read in the whole run, also after ready. Over is how
+	// many reads waited longer than twice what they should have. Ask LongestWait, which
+	// knows results of before 2026-11-23 as well.
+	Longest *Wait `json:"longest_wait,omitempty"`
+	Over    int64 `json:"waits_over,omitempty"`
 	// ArenaReady is how many bytes of contents were on the worker's disk at ready
 	// that were not there before, decompressed, if the engine tells; over
 	// Floor.Touched, how much more was written than read.
@@ -228,10 +272,32 @@ type Outcome struct {
 	Reads []Read `json:"reads,omitempty"`
 }
 
+// Wait is how long a read waited, and what that should have been at most; 0 if the engine
+// does not tell.
+type Wait struct {
+	Took  time.Duration `json:"took_ns"`
+	Bound time.Duration `json:"bound_ns,omitempty"`
+}
+
+// LongestWait is the longest wait of a read in the whole run; false if no read waited, or
+// nobody told.
+func (o Outcome) LongestWait() (w Wait, ok bool) {
+	if o.Longest != nil {
+		return *o.Longest, true
+	}
+	for _, r := range o.Reads {
+		if r.Took >= w.Took {
+			w, ok = Wait{r.Took, r.Bound}, true
+		}
+	}
+	return w, ok
+}
+
 // Read is one read that had to wait.
 type Read struct {
 	Began time.Duration `json:"began_ns"` // since the command, as Point.Time
 	Took  time.Duration `json:"took_ns"`
+	Bound time.Duration `json:"bound_ns,omitempty"` // what Took should have been at most
 	// Path is a file of the image, Page the first of the Pages of 4 KiB of it that
 	// were read.
 	Path  string `json:"path,omitempty"`
@@ -248,6 +314,7 @@ func (t *Trial) End(clients ...int) Outcome {
 	<-t.gone
 	o.Marks, o.Waits, o.Waited, o.ArenaReady = t.marks, t.waits, t.waited, t.arena
 	o.Timeline, o.Reads = thin(t.line, 400), t.reads
+	o.Longest, o.Over = t.longest, t.over
 	return o
 }
 

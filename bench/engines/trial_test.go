@@ -48,13 +48,13 @@ func TestThin(t *testing.T) {
 func TestReads(t *testing.T) {
 	trial := &Trial{began: time.Now(), marks: map[Mark]Point{Ready: {Time: time.Second}}}
 	at := func(ms int, took float64) api.Read {
-		return api.Read{Began: trial.began.Add(time.Duration(ms) * time.Millisecond).Round(0), Took: took, Path: "/x", Page: 1, Pages: 2, Planned: true}
+		return api.Read{Began: trial.began.Add(time.Duration(ms) * time.Millisecond).Round(0), Took: took, Bound: 0.3, Path: "/x", Page: 1, Pages: 2, Planned: true}
 	}
 	trial.Reads([]api.Read{at(-5, 1), at(100, 0.25), at(900, 0.5), at(1500, 0.125)})
 	want := []Read{
-		{100 * time.Millisecond, 250 * time.Millisecond, "/x", 1, 2, true},
-		{900 * time.Millisecond, 500 * time.Millisecond, "/x", 1, 2, true},
-		{1500 * time.Millisecond, 125 * time.Millisecond, "/x", 1, 2, true},
+		{100 * time.Millisecond, 250 * time.Millisecond, 300 * time.Millisecond, "/x", 1, 2, true},
+		{900 * time.Millisecond, 500 * time.Millisecond, 300 * time.Millisecond, "/x", 1, 2, true},
+		{1500 * time.Millisecond, 125 * time.Millisecond, 300 * time.Millisecond, "/x", 1, 2, true},
 	}
 	if diff := cmp.Diff(want, trial.reads); diff != "" {
 		t.Error(diff)
@@ -62,6 +62,24 @@ func TestReads(t *testing.T) {
 	trial.waitsUntilReady()
 	if n, sum := trial.Waited(); n != 1 || sum != 250*time.Millisecond {
 		t.Errorf("%d waited %v until ready", n, sum)
+	}
+}
+
+// What the daemon tells of the longest wait counts; else the reads that are known.
+func TestLongestWait(t *testing.T) {
+	reads := []Read{{Took: time.Second, Bound: 2 * time.Second}, {Took: 3 * time.Second, Bound: time.Second}, {Took: 2 * time.Second}}
+	for _, c := range []struct {
+		outcome Outcome
+		want    Wait
+		ok      bool
+	}{
+		{Outcome{}, Wait{}, false},
+		{Outcome{Reads: reads}, Wait{3 * time.Second, time.Second}, true},
+		{Outcome{Reads: reads, Longest: &Wait{4 * time.Second, 5 * time.Second}}, Wait{4 * time.Second, 5 * time.Second}, true},
+	} {
+		if got, ok := c.outcome.LongestWait(); got != c.want || ok != c.ok {
+			t.Errorf("%+v: %v, %v; want %v, %v", c.outcome, got, ok, c.want, c.ok)
+		}
 	}
 }
 

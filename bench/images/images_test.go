@@ -43,7 +43,8 @@ func TestDeclared(t *testing.T) {
 		}
 	}
 	want := []string{"debian", "redis", "memcached", "postgres", "registry", "nginx", "django", "nextjs",
-		"python", "node", "golang", "gcc", "openjdk", "scipy", "pytorch"}
+		"python", "node", "golang", "gcc", "openjdk", "scipy", "pytorch",
+		"mariadb", "mediawiki", "jupyter"}
 	for _, name := range want {
 		if versions[name] == nil {
 			t.Errorf("%s is not declared", name)

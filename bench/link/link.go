@@ -24,6 +24,7 @@
 package link
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -244,6 +245,21 @@ func (l *Link) Listen(side Side, network, address string) (listener net.Listener
 		return err
 	})
 	return listener, err
+}
+
+// Cut ends all TCP connections of the edge with the cloud: both ends learn of it at once, as
+// from a proxy that is restarted. It needs CONFIG_INET_DIAG_DESTROY, which
+// distributions' kernels have.
+func (l *Link) Cut(ctx context.Context) error {
+	cmd := l.Command(ctx, Edge, "ss", "--kill", "--no-header", "--tcp", "dst", l.Addr(Cloud).String())
+	out, err := cmd.CombinedOutput()
+	if err != nil {
+		return fmt.Errorf("link: cut the connections: %w: %s", err, bytes.TrimSpace(out))
+	}
+	if len(bytes.TrimSpace(out)) == 0 {
+		return errors.New("link: cut the connections: there is none, or the kernel cannot (CONFIG_INET_DIAG_DESTROY)")
+	}
+	return nil
 }
 
 // Stats count one direction since New.

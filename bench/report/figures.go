@@ -676,6 +676,9 @@ func (m *model) timelines(rate int64) (s section, err error) {
 				if r.Waits > 0 {
 					told = append(told, fmt.Sprintf("%s: %d reads waited %.2f s in sum before it was ready.", label(e), r.Waits, r.Waited.Seconds()))
 				}
+				if w, ok := r.LongestWait(); ok {
+					told = append(told, fmt.Sprintf("%s: the longest wait of a read was %s.", label(e), waitText(w)))
+				}
 			}
 			if len(keys) == 0 {
 				continue

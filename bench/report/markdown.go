@@ -36,6 +36,7 @@ func Markdown(all results.Everything, only ...string) (string, error) {
 	for _, rate := range m.rates {
 		for _, kind := range m.kinds() {
 			m.markdownTable(&b, columns, kind, rate)
+			m.markdownWaits(&b, columns, kind, rate)
 		}
 	}
 	m.markdownFailures(&b, only)
@@ -62,7 +63,7 @@ func (m *model) markdownTable(b *strings.Builder, columns []string, kind results
 		return
 	}
 	fmt.Fprintf(b, "\n**%s, %s**: seconds from the command to ready at a round-trip time of %s ms, medians; means of the speed-up over a fresh full pull by containerd, with 95%% intervals (bootstrap over images).\n\n",
-		map[results.Kind]string{results.Fresh: "Fresh", results.Update: "Update"}[kind], rateText(rate), strings.Join(rtts, " / "))
+		m.kindText(kind), rateText(rate), strings.Join(rtts, " / "))
 	row := func(cells ...string) { fmt.Fprintf(b, "| %s |\n", strings.Join(cells, " | ")) }
 	header, rule := []string{"image (compressed)", `floor T\*`}, []string{"---", "---"}
 	for _, e := range columns {
@@ -111,6 +112,17 @@ func (m *model) markdownTable(b *strings.Builder, columns []string, kind results
 	}
 }
 
+// kindText begins a heading.
+func (m *model) kindText(kind results.Kind) string {
+	switch kind {
+	case results.Update:
+		return "Update"
+	case results.Resumed:
+		return fmt.Sprintf("Fresh, all connections cut once after %.0f%% of the layers' bytes", 100*m.Matrix.Cut)
+	}
+	return "Fresh"
+}
+
 // markdownBytes writes a line of what came down the line until a moment, as a part of
 // the layers: the median over images, at each round-trip time and over all.
 func (m *model) markdownBytes(row func(...string), name string, at engines.Mark, columns []string, kind results.Kind, rate int64) {
@@ -142,6 +154,61 @@ func (m *model) markdownBytes(row func(...string), name string, at engines.Mark,
 	if known {
 		row(cells...)
 	}
+}
+
+// markdownWaits writes the longest wait of a read of each setting, for the engines that tell.
+func (m *model) markdownWaits(b *strings.Builder, columns []string, kind results.Kind, rate int64) {
+	tells := func(e, image string) bool {
+		return slices.ContainsFunc(m.Matrix.RTTs, func(rtt time.Duration) bool {
+			_, _, ok := m.longest(cell{e, image, kind, rtt, rate})
+			return ok
+		})
+	}
+	var images []string
+	for _, image := range m.Matrix.Images {
+		if slices.ContainsFunc(columns, func(e string) bool { return tells(e, image) }) {
+			images = append(images, image)
+		}
+	}
+	columns = slices.DeleteFunc(slices.Clone(columns), func(e string) bool {
+		return !slices.ContainsFunc(images, func(image string) bool { return tells(e, image) })
+	})
+	if len(images) == 0 {
+		return
+	}
+	fmt.Fprintf(b, "\nThe longest wait of a read in any of these runs, in seconds, and what it should have been at most (in parentheses, where it is known):\n\n")
+	fmt.Fprintf(b, "| image |")
+	for _, e := range columns {
+		fmt.Fprintf(b, " %s |", label(e))
+	}
+	fmt.Fprintf(b, "\n| --- |%s\n", strings.Repeat(" --- |", len(columns)))
+	over, known := make([]int64, len(columns)), false
+	for _, image := range images {
+		fmt.Fprintf(b, "| %s |", image)
+		for i, e := range columns {
+			var waits []string
+			for _, rtt := range m.Matrix.RTTs {
+				w, n, ok := m.longest(cell{e, image, kind, rtt, rate})
+				over[i] += n
+				known = known || w.Bound > 0
+				if !ok {
+					waits = append(waits, "–")
+				} else {
+					waits = append(waits, strings.Replace(waitText(w), " s", "", 1))
+				}
+			}
+			fmt.Fprintf(b, " %s |", strings.Join(waits, " / "))
+		}
+		fmt.Fprintln(b)
+	}
+	if !known {
+		return
+	}
+	fmt.Fprintf(b, "| *reads that waited longer than twice that* |")
+	for _, n := range over {
+		fmt.Fprintf(b, " %d |", n)
+	}
+	fmt.Fprintln(b)
 }
 
 // any reports whether a run, failed or not, is of a setting.
@@ -264,7 +331,7 @@ func (m *model) markdownFailures(b *strings.Builder, only []string) {
 			continue
 		}
 		for _, image := range m.Matrix.Images {
-			for _, kind := range []results.Kind{results.Fresh, results.Update} {
+			for _, kind := range results.Kinds {
 				for _, rate := range m.rates {
 					lines = append(lines, m.markdownFailed(e.Name, image, kind, rate)...)
 				}

@@ -96,7 +96,7 @@ func newModel(all results.Everything) *model {
 
 // kinds are those that have runs.
 func (m *model) kinds() (kinds []results.Kind) {
-	for _, kind := range []results.Kind{results.Fresh, results.Update} {
+	for _, kind := range results.Kinds {
 		for c := range m.runs {
 			if c.kind == kind {
 				kinds = append(kinds, kind)
@@ -115,6 +115,27 @@ func (m *model) ready(c cell) (seconds []float64) {
 		}
 	}
 	return seconds
+}
+
+// longest is the longest wait of a read in any run of a setting, and how many reads waited
+// longer than twice what they should have; false if no read waited, or nobody told.
+func (m *model) longest(c cell) (w engines.Wait, over int64, ok bool) {
+	for _, r := range m.runs[c] {
+		one, told := r.LongestWait()
+		if told && one.Took >= w.Took {
+			w = one
+		}
+		ok, over = ok || told, over+r.Over
+	}
+	return w, over, ok
+}
+
+// waitText is a wait in seconds, and in parentheses what it should have been at most.
+func waitText(w engines.Wait) string {
+	if w.Bound == 0 {
+		return fmt.Sprintf("%.2f s", w.Took.Seconds())
+	}
+	return fmt.Sprintf("%.2f s (%.2f)", w.Took.Seconds(), w.Bound.Seconds())
 }
 
 // version is the image that a run of a kind provisions.

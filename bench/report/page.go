@@ -369,6 +369,9 @@ func (m *model) row(c cell, im results.Image) breakdownRow {
 	if waits := median(func(r results.Run) float64 { return float64(r.Waits) }); waits > 0 {
 		r.Waits = fmt.Sprintf("%.0f, %s", waits, secs(median(func(r results.Run) float64 { return r.Waited.Seconds() })))
 	}
+	if longest, _, ok := m.longest(c); ok {
+		r.Waits += "; " + waitText(longest)
+	}
 	var rates, p99 []float64
 	for _, run := range m.runs[c] {
 		if run.Load != nil && run.Load.Err == "" {

@@ -70,6 +70,9 @@ func made() results.Everything {
 								r.Marks[mark] = p
 							}
 							r.Waits, r.Waited, r.ArenaReady = 7, 300*time.Millisecond, 15e6
+							if kind == results.Update {
+								r.Longest, r.Over = &engines.Wait{Took: time.Second, Bound: 400 * time.Millisecond}, 2
+							}
 							r.Reads = []engines.Read{
 								{Began: ready / 3, Took: 80 * time.Millisecond, Path: "/usr/bin/redis-server", Page: 7, Pages: 2},
 								{Began: ready / 2, Took: 150 * time.Millisecond, Path: "/usr/lib/<libc>.so.6", Page: 3, Pages: 1, Planned: true},

@@ -50,7 +50,10 @@ type Matrix struct {
 	Runs       int                `json:"runs"`
 	Load       time.Duration      `json:"load_ns"` // how long a ready server is put under load
 	Seed       uint64             `json:"seed"`    // of the order of runs
-	Note       string             `json:"note,omitempty"`
+	// Cut is after which share of the bytes of an image's layers, 0 to 1, the connections
+	// of a Resumed run were cut; 0 if there is none.
+	Cut  float64 `json:"cut,omitempty"`
+	Note string  `json:"note,omitempty"`
 }
 
 // Host is the machine.
@@ -115,9 +118,13 @@ type Warm struct {
 type Kind string
 
 const (
-	Fresh  Kind = "fresh"  // nothing
-	Update Kind = "update" // the version before
+	Fresh   Kind = "fresh"   // nothing
+	Update  Kind = "update"  // the version before
+	Resumed Kind = "resumed" // nothing, and its connections were cut once, see Matrix.Cut
 )
+
+// Kinds are all of them, in the order of reports.
+var Kinds = []Kind{Fresh, Update, Resumed}
 
 // Key names a run.
 type Key struct {

@@ -150,6 +150,12 @@ func tell(r results.Run) string {
 	} else {
 		fmt.Fprintf(&b, "not complete, %.1f MB", float64(quiet.Down)/1e6)
 	}
+	if w, ok := r.LongestWait(); ok {
+		fmt.Fprintf(&b, "; longest wait %.2f s", w.Took.Seconds())
+		if w.Bound > 0 {
+			fmt.Fprintf(&b, " of %.2f at most", w.Bound.Seconds())
+		}
+	}
 	if r.Stolen > results.MuchStolen {
 		fmt.Fprintf(&b, "; %.0f%% of the processors' time until ready was stolen", 100*r.Stolen)
 	}

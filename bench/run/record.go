@@ -23,7 +23,7 @@ import (
 func (m *matrix) record(ctx context.Context) error {
 	now := results.Matrix{
 		Format: results.Format, Command: m.Command, Commit: m.Commit, Began: time.Now().UTC(), Host: host(), Note: m.Note,
-		Images: m.Images, RTTs: m.RTTs, Rates: m.Rates, ImageRates: m.ImageRates, Runs: m.Runs, Load: m.Load, Seed: m.Seed,
+		Images: m.Images, RTTs: m.RTTs, Rates: m.Rates, ImageRates: m.ImageRates, Runs: m.Runs, Load: m.Load, Seed: m.Seed, Cut: m.Cut,
 	}
 	m.kernel, m.versions = now.Host.Kernel, map[string]string{}
 	for _, name := range m.Engines {
@@ -42,7 +42,7 @@ func (m *matrix) record(ctx context.Context) error {
 			m.engines = append(m.engines, e)
 			m.versions[name] = info.Version
 		}
-		if name == "hydrofoil" {
+		if _, own := e.(*engines.Hydrofoil); own && now.Foil == "" {
 			now.Foil = info.Version
 		}
 		now.Engines = append(now.Engines, info)
@@ -76,6 +76,10 @@ func merge(before, now results.Matrix) (results.Matrix, error) {
 			return before, fmt.Errorf("there are results with another %s (%s, now %s)", same.what, same.before, same.now)
 		}
 	}
+	if before.Cut > 0 && now.Cut > 0 && before.Cut != now.Cut {
+		return before, fmt.Errorf("there are results with connections cut after another share of the bytes (%v, now %v)", before.Cut, now.Cut)
+	}
+	before.Cut = max(before.Cut, now.Cut)
 	if !slices.Equal(before.Command, now.Command) {
 		before.Earlier = slices.DeleteFunc(before.Earlier, func(c []string) bool { return slices.Equal(c, now.Command) })
 		before.Earlier, before.Command = append(before.Earlier, before.Command), now.Command

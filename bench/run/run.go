@@ -8,6 +8,10 @@
 // no engine always follows the same other one. Before the first engine the warm start
 // of the image is measured again, so that T* is of the same minutes as the runs.
 //
+// Two builds of foil are measured in turns: each session is made with both, one right
+// after the other, and the one that comes first changes with each repetition. Each has
+// a link and a server of its own, which are both there during a whole round.
+//
 // A session is a worker of one engine that is given one image fresh, and then
 // its next version as an update. Between the two its daemons are stopped and
 // started; before each, the page caches of the whole machine are dropped. What a
@@ -41,10 +45,13 @@ import (
 // Options are a matrix.
 type Options struct {
 	Programs engines.Programs
-	Engines  []string // by name
-	Images   []string // names of declared ones, without tags
-	RTTs     []time.Duration
-	Rates    []int64 // bits a second, 0 is no limit
+	// Against, if not nil, are the programs of another build. The results are then
+	// below Out, in Before (of Against) and After (of Programs).
+	Against *engines.Programs
+	Engines []string // by name
+	Images  []string // names of declared ones, without tags
+	RTTs    []time.Duration
+	Rates   []int64 // bits a second, 0 is no limit
 	// ImageRates are for images that are measured at other rates than Rates.
 	ImageRates map[string][]int64
 	Runs       int
@@ -62,6 +69,9 @@ type Options struct {
 	CompleteAt []time.Duration
 	// SkipUpdates leaves out second versions.
 	SkipUpdates bool
+	// Cut makes resumed runs, and no others: each begins with nothing, and its connections
+	// are cut once, after this share of the bytes of the image's layers. 0: none.
+	Cut float64
 	// SkipCheck does not try each link first, which takes some seconds.
 	SkipCheck bool
 	// RetryFailed makes those runs again that failed.
@@ -76,9 +86,16 @@ type Options struct {
 	Log     func(line string)
 }
 
-// matrix is a benchmark under way.
+// Where the results of two builds are, below Options.Out.
+const (
+	Before = "before"
+	After  = "after"
+)
+
+// matrix is a benchmark of one build, under way.
 type matrix struct {
 	Options
+	side     string // Before or After; empty: there is no other
 	out      results.Dir
 	dir      string // scratch
 	state    state
@@ -89,6 +106,9 @@ type matrix struct {
 	progress *progress
 }
 
+// series is one matrix, or two of different builds that are measured in turns.
+type series []*matrix
+
 // Run runs what of a matrix has not been run yet. It must run inside
 // site.Confine.
 func Run(ctx context.Context, o Options) (err error) {
@@ -98,7 +118,16 @@ func Run(ctx context.Context, o Options) (err error) {
 	if o.Timeout == 0 {
 		o.Timeout = 10 * time.Minute
 	}
-	for _, path := range []*string{&o.Out, &o.Cache, &o.Programs.Foil} {
+	paths := []*string{&o.Out, &o.Cache, &o.Programs.Foil, &o.Programs.Server}
+	if o.Against != nil {
+		against := *o.Against
+		o.Against = &against
+		paths = append(paths, &against.Foil, &against.Server)
+	}
+	for _, path := range paths {
+		if *path == "" {
+			continue
+		}
 		if *path, err = filepath.Abs(*path); err != nil {
 			return fmt.Errorf("bench: %w", err)
 		}
@@ -108,43 +137,67 @@ func Run(ctx context.Context, o Options) (err error) {
 			return fmt.Errorf("bench: there is a rate for %s, which is not among the images", image)
 		}
 	}
-	m := &matrix{Options: o, out: results.Dir(o.Out)}
-	if err := m.record(ctx); err != nil {
-		return err
+	s := seriesOf(o)
+	for _, m := range s {
+		if err := m.record(ctx); err != nil {
+			return err
+		}
+		if err := m.build(ctx); err != nil {
+			return err
+		}
 	}
-	if err := m.build(ctx); err != nil {
-		return err
+	return s.measure(ctx)
+}
+
+func seriesOf(o Options) series {
+	if o.Against == nil {
+		return series{{Options: o, out: results.Dir(o.Out)}}
 	}
-	return m.measure(ctx)
+	before := o
+	before.Programs = *o.Against
+	return series{
+		{Options: before, side: Before, out: results.Dir(filepath.Join(o.Out, Before))},
+		{Options: o, side: After, out: results.Dir(filepath.Join(o.Out, After))},
+	}
 }
 
 // measure is everything that comes after the images.
-func (m *matrix) measure(ctx context.Context) (err error) {
-	if m.dir, err = site.Scratch(m.Cache, "run-"); err != nil {
+func (s series) measure(ctx context.Context) (err error) {
+	dir, err := site.Scratch(s[0].Cache, "run-")
+	if err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, site.RemoveTree(m.dir)) }()
-	rounds := m.plan()
+	defer func() { err = errors.Join(err, site.RemoveTree(dir)) }()
+	rounds := s.plan()
 	if len(rounds) == 0 {
-		m.log("all of it has been run already")
+		s[0].log("all of it has been run already")
 		return nil
 	}
-	if m.state, err = stateOf(m.Cache, m.Programs.Foil); err != nil {
-		return err
+	var states []state
+	var unpushed []engines.Image
+	for _, m := range s {
+		m.dir = dir
+		if m.state, err = stateOf(m.Cache, m.Programs.Serves()); err != nil {
+			return err
+		}
+		states, unpushed = append(states, m.state), append(unpushed, m.unpushed()...)
 	}
-	m.log("%s", m.forecast(rounds, m.unpushed()))
-	if m.Forecast {
+	s[0].log("%s", s[0].forecast(rounds, unpushed))
+	if s[0].Forecast {
 		return nil
 	}
-	if err := m.state.open(); err != nil {
+	unlock, err := open(states...)
+	if err != nil {
 		return err
 	}
-	defer m.state.unlock()
-	if err := m.prepare(ctx); err != nil {
-		return err
+	defer unlock()
+	for _, m := range s {
+		if err := m.prepare(ctx); err != nil {
+			return err
+		}
 	}
 	for _, r := range rounds {
-		if err := m.round(ctx, r); err != nil {
+		if err := s.round(ctx, r); err != nil {
 			return err
 		}
 	}
@@ -152,9 +205,14 @@ func (m *matrix) measure(ctx context.Context) (err error) {
 }
 
 func (m *matrix) log(format string, args ...any) {
-	if m.Log != nil {
-		m.Log(fmt.Sprintf(format, args...))
+	if m.Log == nil {
+		return
 	}
+	line := fmt.Sprintf(format, args...)
+	if m.side != "" {
+		line = m.side + ": " + line
+	}
+	m.Log(line)
 }
 
 // build makes the images that are not there yet, and looks at their probes.
@@ -441,7 +499,7 @@ func (m *matrix) at(ctx context.Context, o link.Options, fn func(s *site.Site) e
 	}
 	defer func() { err = errors.Join(err, l.Close()) }()
 	s := &site.Site{Dir: dir, Link: l}
-	server, err := engines.Serve(ctx, s, m.Programs.Foil, m.state.registry())
+	server, err := engines.Serve(ctx, s, m.Programs.Serves(), m.state.registry())
 	if err != nil {
 		return err
 	}
@@ -458,8 +516,9 @@ func (m *matrix) at(ctx context.Context, o link.Options, fn func(s *site.Site) e
 	return fn(s)
 }
 
-// session is one engine's turn with one image.
+// session is one engine's turn with one image, in one build.
 type session struct {
+	of       *matrix
 	engine   engines.Engine
 	versions []engines.Image
 	keys     []results.Key // of the versions
@@ -473,9 +532,13 @@ type round struct {
 	sessions []session
 }
 
-// plan is what is left to do, in order.
-func (m *matrix) plan() (rounds []round) {
-	m.progress = &progress{}
+// plan is what is left to do, in order. Of two builds both are measured again if one has
+// not been: they are compared pair by pair.
+func (s series) plan() (rounds []round) {
+	m, left := s[0], &progress{}
+	for _, m := range s {
+		m.progress = left
+	}
 	for rep := 1; rep <= m.Runs; rep++ {
 		for _, rate := range m.rates() {
 			for _, rtt := range m.RTTs {
@@ -483,11 +546,20 @@ func (m *matrix) plan() (rounds []round) {
 				dice := rand.New(rand.NewPCG(m.Seed, uint64(rep)<<32|uint64(rtt.Milliseconds())))
 				for _, i := range dice.Perm(len(m.images)) {
 					for _, j := range dice.Perm(len(m.engines)) {
-						s := m.session(m.engines[j], m.images[i], r)
-						if slices.Contains(m.ratesOf(s.keys[0].Image), rate) && !m.done(s) {
-							r.sessions = append(r.sessions, s)
-							m.progress.left++
-							m.progress.rest += m.foresee(s)
+						var turns []session
+						for _, m := range s {
+							turns = append(turns, m.session(m.engines[j], m.images[i], r))
+						}
+						if !slices.Contains(m.ratesOf(turns[0].keys[0].Image), rate) || !slices.ContainsFunc(turns, session.open) {
+							continue
+						}
+						if (rep+i+j)%2 == 1 {
+							slices.Reverse(turns)
+						}
+						for _, turn := range turns {
+							r.sessions = append(r.sessions, turn)
+							left.left++
+							left.rest += turn.of.foresee(turn)
 						}
 					}
 				}
@@ -519,7 +591,7 @@ func (m *matrix) rates() (all []int64) {
 }
 
 func (m *matrix) session(e engines.Engine, versions []engines.Image, r round) session {
-	s := session{engine: e, versions: versions}
+	s := session{of: m, engine: e, versions: versions}
 	for i := range versions {
 		kind := results.Fresh
 		if i > 0 {
@@ -530,40 +602,46 @@ func (m *matrix) session(e engines.Engine, versions []engines.Image, r round) se
 	}
 	// Versions beyond the second are not measured.
 	n := min(len(s.keys), 2)
+	if m.Cut > 0 {
+		n, s.keys[0].Kind = 1, results.Resumed
+	}
 	s.keys, s.versions = s.keys[:n], s.versions[:n]
 	return s
 }
 
 // stops reports whether a run of a session ends at ready: completion is not asked
-// for there, it takes time, and no update needs the whole image.
+// for there, it takes time, and neither an update nor a cut needs the whole image.
 func (m *matrix) stops(s session, i int) bool {
 	_, whole := s.engine.(engines.Whole)
-	return !whole && i == len(s.keys)-1 && m.CompleteAt != nil && !slices.Contains(m.CompleteAt, s.keys[i].RTT)
+	return !whole && i == len(s.keys)-1 && s.keys[i].Kind != results.Resumed && m.CompleteAt != nil && !slices.Contains(m.CompleteAt, s.keys[i].RTT)
 }
 
-// done reports whether every run of a session is there.
-func (m *matrix) done(s session) bool {
-	return !slices.ContainsFunc(s.keys, func(k results.Key) bool {
-		r, err := m.out.Run(k)
-		return err != nil || r.Err != "" && m.RetryFailed || r.Stolen > results.MuchStolen && m.RetryStolen
+// open reports whether a run of a session is not there.
+func (s session) open() bool {
+	return slices.ContainsFunc(s.keys, func(k results.Key) bool {
+		r, err := s.of.out.Run(k)
+		return err != nil || r.Err != "" && s.of.RetryFailed || r.Stolen > results.MuchStolen && s.of.RetryStolen
 	})
 }
 
-func (m *matrix) round(ctx context.Context, r round) error {
-	return m.at(ctx, link.Options{RTT: r.rtt, Rate: r.rate}, func(s *site.Site) error {
-		if !m.SkipCheck {
-			if err := m.check(ctx, s, r); err != nil {
+func (s series) round(ctx context.Context, r round) error {
+	return s.at(ctx, link.Options{RTT: r.rtt, Rate: r.rate}, func(sites map[*matrix]*site.Site) error {
+		for _, m := range s {
+			if m.SkipCheck {
+				continue
+			}
+			if err := m.check(ctx, sites[m], r); err != nil {
 				return err
 			}
 		}
 		for i, session := range r.sessions {
-			began := time.Now()
+			began, m := time.Now(), session.of
 			if i == 0 || session.keys[0].Image != r.sessions[i-1].keys[0].Image {
-				if err := m.warm(ctx, s, session); err != nil {
+				if err := s.warm(ctx, sites[m], session); err != nil {
 					return err
 				}
 			}
-			if err := m.run(ctx, s.Link, session); err != nil {
+			if err := m.run(ctx, sites[m].Link, session); err != nil {
 				return err
 			}
 			m.progress.ended(m.foresee(session), time.Since(began))
@@ -572,13 +650,40 @@ func (m *matrix) round(ctx context.Context, r round) error {
 	})
 }
 
-// warm measures the warm starts of a session's images for its round, as far as that
-// has not been done. One that fails is told, and no error: the image's first floor
-// stands in for it.
-func (m *matrix) warm(ctx context.Context, s *site.Site, se session) error {
+// at calls fn at the sites of all builds; those that one server serves share one.
+func (s series) at(ctx context.Context, o link.Options, fn func(map[*matrix]*site.Site) error) error {
+	sites := map[*matrix]*site.Site{}
+	var from func(i int) error
+	from = func(i int) error {
+		if i == len(s) {
+			return fn(sites)
+		}
+		for _, m := range s[:i] {
+			if m.state.dir == s[i].state.dir {
+				sites[s[i]] = sites[m]
+				return from(i + 1)
+			}
+		}
+		return s[i].at(ctx, o, func(at *site.Site) error {
+			sites[s[i]] = at
+			return from(i + 1)
+		})
+	}
+	return from(0)
+}
+
+// warm measures the warm starts of a session's images for its round, for all builds, as
+// far as that has not been done. One that fails is told, and no error: the image's first
+// floor stands in for it.
+func (s series) warm(ctx context.Context, at *site.Site, se session) error {
+	m := se.of
 	for i, im := range se.versions {
 		k := se.keys[i]
-		if _, err := m.out.Warm(k); err == nil {
+		lacks := slices.DeleteFunc(slices.Clone(s), func(m *matrix) bool {
+			_, err := m.out.Warm(k)
+			return err == nil
+		})
+		if len(lacks) == 0 {
 			continue
 		}
 		if f, ok := m.state.floor(im.Name, im.Built.Digest.String()); !ok || f.Floor.Warm == 0 {
@@ -587,7 +692,7 @@ func (m *matrix) warm(ctx context.Context, s *site.Site, se session) error {
 		w := results.Warm{Image: k.Image, Kind: k.Kind, RTT: k.RTT, Rate: k.Rate, Rep: k.Rep, Began: time.Now().UTC()}
 		limited, cancel := context.WithTimeoutCause(ctx, m.Timeout, site.ErrTooLong)
 		var err error
-		w.All, err = engines.WarmStarts(limited, s, im, m.state.tree(im.Name))
+		w.All, err = engines.WarmStarts(limited, at, im, m.state.tree(im.Name))
 		cancel()
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
@@ -597,8 +702,10 @@ func (m *matrix) warm(ctx context.Context, s *site.Site, se session) error {
 			continue
 		}
 		w.Time = slices.Min(w.All)
-		if err := m.out.PutWarm(w); err != nil {
-			return err
+		for _, m := range lacks {
+			if err := m.out.PutWarm(w); err != nil {
+				return err
+			}
 		}
 		m.log("%s, %s: warm start %.3f s", k.Image, k.Kind, w.Time.Seconds())
 	}
@@ -716,6 +823,11 @@ func (m *matrix) provision(ctx context.Context, s *site.Site, w *turn, im engine
 		return err
 	}
 	defer func() { err = errors.Join(err, w.Stop()) }()
+	if u, ok := w.Worker.(engines.Unlearner); ok {
+		if err := u.Unlearn(ctx, im); err != nil {
+			return err
+		}
+	}
 	// What a worker does on its own when it is started is no part of the run.
 	if err := site.DropCaches(); err != nil {
 		return err
@@ -737,6 +849,10 @@ func (m *matrix) provision(ctx context.Context, s *site.Site, w *turn, im engine
 		r.Outcome = t.End(clients...)
 		err = errors.Join(err, container.Stop())
 	}()
+	if r.Kind == results.Resumed {
+		end := t.CutAfter(ctx, int64(m.Cut*float64(im.Built.LayerBytes())))
+		defer func() { err = errors.Join(err, end()) }()
+	}
 	if container, err = w.Provision(ctx, im, t); err != nil {
 		return err
 	}

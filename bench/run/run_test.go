@@ -58,7 +58,7 @@ func left(rounds []round) (n int) {
 // What has been run is not run again, and an interrupted session is, whole.
 func TestPlanGoesOn(t *testing.T) {
 	m := small(t)
-	rounds := m.plan()
+	rounds := series{m}.plan()
 	if got, want := left(rounds), 3*2*2*3; got != want {
 		t.Fatalf("%d sessions, want %d", got, want)
 	}
@@ -77,37 +77,98 @@ func TestPlanGoesOn(t *testing.T) {
 		}
 	}
 	put(results.Run{Key: pair.keys[0]})
-	if got := left(m.plan()); got != 36 {
+	if got := left(series{m}.plan()); got != 36 {
 		t.Errorf("after half a session %d are left, want 36", got)
 	}
 	put(results.Run{Key: pair.keys[1], Err: "it failed"})
-	if got := left(m.plan()); got != 35 {
+	if got := left(series{m}.plan()); got != 35 {
 		t.Errorf("after a session %d are left, want 35", got)
 	}
 	m.RetryFailed = true
-	if got := left(m.plan()); got != 36 {
+	if got := left(series{m}.plan()); got != 36 {
 		t.Errorf("with failed ones to be run again %d are left, want 36", got)
 	}
 	put(results.Run{Key: pair.keys[1], Stolen: results.MuchStolen})
-	if got := left(m.plan()); got != 35 {
+	if got := left(series{m}.plan()); got != 35 {
 		t.Errorf("after a session that was hardly disturbed %d are left, want 35", got)
 	}
 	put(results.Run{Key: pair.keys[1], Stolen: 2 * results.MuchStolen})
-	if got := left(m.plan()); got != 35 {
+	if got := left(series{m}.plan()); got != 35 {
 		t.Errorf("after a session that was disturbed %d are left, want 35", got)
 	}
 	m.RetryStolen = true
-	if got := left(m.plan()); got != 36 {
+	if got := left(series{m}.plan()); got != 36 {
 		t.Errorf("with disturbed ones to be run again %d are left, want 36", got)
 	}
 	m.ImageRates = map[string][]int64{"debian": {0, 1e9}}
-	if got, want := left(m.plan()), 36-18+2*18; got != want {
+	if got, want := left(series{m}.plan()), 36-18+2*18; got != want {
 		t.Errorf("with two rates of its own for an image %d are left, want %d", got, want)
 	}
 	m.ImageRates = nil
 	m.Runs, m.RTTs = 4, append(m.RTTs, 150*time.Millisecond)
-	if got, want := left(m.plan()), 4*3*2*3; got != want {
+	if got, want := left(series{m}.plan()), 4*3*2*3; got != want {
 		t.Errorf("of a larger matrix %d are left, want %d", got, want)
+	}
+}
+
+// Two builds are measured in turns, each as often first as the other, and a pair is made
+// again whole.
+func TestPlanTurns(t *testing.T) {
+	before, after := small(t), small(t)
+	before.side, after.side = Before, After
+	s := series{before, after}
+	rounds := s.plan()
+	if got, want := left(rounds), 2*3*2*2*3; got != want {
+		t.Fatalf("%d sessions, want %d", got, want)
+	}
+	first := map[string][]string{}
+	for _, r := range rounds {
+		for i := 0; i < len(r.sessions); i += 2 {
+			a, b := r.sessions[i], r.sessions[i+1]
+			if a.of == b.of || !slices.Equal(a.keys, b.keys) {
+				t.Fatalf("round %d: %s of %s is followed by %s of %s", r.rep, a.keys[0], a.of.side, b.keys[0], b.of.side)
+			}
+			cell := fmt.Sprint(a.engine.Name(), a.keys[0].Image, r.rtt)
+			first[cell] = append(first[cell], a.of.side)
+		}
+	}
+	for cell, sides := range first {
+		if len(sides) != 3 || sides[0] == sides[1] || sides[1] == sides[2] {
+			t.Errorf("%s: first came %v", cell, sides)
+		}
+	}
+	done := rounds[0].sessions[0]
+	for _, k := range done.keys {
+		if err := done.of.out.PutRun(results.Run{Key: k}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if got := left(s.plan()); got != 72 {
+		t.Errorf("after one half of a pair %d are left, want 72", got)
+	}
+	for _, k := range done.keys {
+		if err := rounds[0].sessions[1].of.out.PutRun(results.Run{Key: k}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if got := left(s.plan()); got != 70 {
+		t.Errorf("after a pair %d are left, want 70", got)
+	}
+}
+
+// Results of two builds lie beside each other; each serves itself, unless it is told otherwise.
+func TestSeriesOf(t *testing.T) {
+	o := Options{Out: "out", Programs: engines.Programs{Foil: "new", Peers: "peers"}}
+	if s := seriesOf(o); len(s) != 1 || s[0].side != "" || s[0].out != "out" {
+		t.Errorf("of one build: %+v", s)
+	}
+	o.Against = &engines.Programs{Foil: "old", Server: "new"}
+	s := seriesOf(o)
+	if len(s) != 2 || s[0].out != "out/before" || s[1].out != "out/after" {
+		t.Fatalf("of two builds: %+v", s)
+	}
+	if b, a := s[0].Programs, s[1].Programs; b.Foil != "old" || b.Serves() != "new" || a.Foil != "new" || a.Serves() != "new" {
+		t.Errorf("programs %+v and %+v", b, a)
 	}
 }
 
@@ -140,7 +201,7 @@ func TestStolen(t *testing.T) {
 func TestStops(t *testing.T) {
 	m := small(t)
 	stops := func() (list []string) {
-		for _, r := range m.plan() {
+		for _, r := range (series{m}).plan() {
 			for _, s := range r.sessions {
 				for i, k := range s.keys {
 					if r.rep == 1 && m.stops(s, i) {
@@ -159,13 +220,34 @@ func TestStops(t *testing.T) {
 	if got, want := stops(), []string{"hydrofoil debian fresh 0s", "hydrofoil redis update 0s"}; !slices.Equal(got, want) {
 		t.Errorf("stopped: %v, want %v", got, want)
 	}
-	if whole, some := m.foresee(session{m.engines[0], m.images[1], []results.Key{{Engine: "hydrofoil", RTT: 50 * time.Millisecond, Rate: 1e8}}}),
-		m.foresee(session{m.engines[0], m.images[1], []results.Key{{Engine: "hydrofoil", Rate: 1e8}}}); some >= whole {
+	if whole, some := m.foresee(session{m, m.engines[0], m.images[1], []results.Key{{Engine: "hydrofoil", RTT: 50 * time.Millisecond, Rate: 1e8}}}),
+		m.foresee(session{m, m.engines[0], m.images[1], []results.Key{{Engine: "hydrofoil", Rate: 1e8}}}); some >= whole {
 		t.Errorf("a stopped run is foreseen to take %v, a whole one %v", some, whole)
 	}
 	m.CompleteAt = []time.Duration{}
 	if got := len(stops()); got != 4 {
 		t.Errorf("%d are stopped, want 4", got)
+	}
+}
+
+// With a cut there is one run in each session, of an empty worker, and it goes on until the
+// image is complete.
+func TestPlanCuts(t *testing.T) {
+	m := small(t)
+	m.Cut, m.CompleteAt = 0.3, []time.Duration{}
+	rounds := series{m}.plan()
+	if got, want := left(rounds), 3*2*2*3; got != want {
+		t.Errorf("%d sessions, want %d", got, want)
+	}
+	for _, s := range rounds[0].sessions {
+		if len(s.keys) != 1 || s.keys[0].Kind != results.Resumed || m.stops(s, 0) {
+			t.Errorf("%v of %v, stopped: %v", s.engine.Name(), s.keys, m.stops(s, 0))
+		}
+	}
+	fresh := small(t)
+	fresh.out = m.out
+	if got, want := left(series{fresh}.plan()), 36; got != want {
+		t.Errorf("%d fresh ones and updates, want %d", got, want)
 	}
 }
 
@@ -177,7 +259,7 @@ func TestPlanShuffles(t *testing.T) {
 		}
 		return s
 	}
-	a, b := small(t).plan(), small(t).plan()
+	a, b := series{small(t)}.plan(), series{small(t)}.plan()
 	differ := false
 	for i := range a {
 		if order(a[i]) != order(b[i]) {
@@ -192,7 +274,7 @@ func TestPlanShuffles(t *testing.T) {
 
 func TestMerge(t *testing.T) {
 	before := results.Matrix{
-		Format: results.Format, Commit: "abc", Images: []string{"redis"}, RTTs: []time.Duration{0}, Runs: 3,
+		Format: results.Format, Commit: "abc", Images: []string{"redis"}, RTTs: []time.Duration{0}, Runs: 3, Cut: 0.1,
 		Engines: []results.EngineInfo{{Name: "stargz", Absent: "not on PATH"}, {Name: "overlayfs", Version: "1.6"}},
 	}
 	now := before
@@ -213,6 +295,7 @@ func TestMerge(t *testing.T) {
 		func(m *results.Matrix) { m.Commit = "def" },
 		func(m *results.Matrix) { m.Host.Kernel = "7.0" },
 		func(m *results.Matrix) { m.Load = time.Second },
+		func(m *results.Matrix) { m.Cut = 0.2 },
 		func(m *results.Matrix) { m.Engines = []results.EngineInfo{{Name: "overlayfs", Version: "2.2"}} },
 	} {
 		now := before
@@ -278,13 +361,13 @@ func TestEndToEnd(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	programs, names := engines.Programs{Foil: foil}, []string{"hydrofoil", "overlayfs", "curl"}
+	programs, names := engines.Programs{Foil: foil}, []string{"hydrofoil", "hydrofoil-untraced", "overlayfs", "curl"}
 	// Pods need containerd 2, which is not what is installed everywhere.
 	if dir := os.Getenv("FOIL_TEST_CONTAINERD2"); dir != "" {
 		programs.Containerd = filepath.Join(dir, "containerd")
 		names = append(names, "hydrofoil-containerd", "hydrofoil-cri", "overlayfs-cri")
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), 4*time.Minute)
+	ctx, cancel := context.WithTimeout(context.Background(), 8*time.Minute)
 	defer cancel()
 	begin := func(ctx context.Context, runs int) error {
 		m := &matrix{Options: Options{
@@ -303,7 +386,7 @@ func TestEndToEnd(t *testing.T) {
 		if err := m.record(ctx); err != nil {
 			return err
 		}
-		return m.measure(ctx)
+		return series{m}.measure(ctx)
 	}
 	interrupted, interrupt := context.WithCancel(ctx)
 	interrupt()
@@ -364,11 +447,12 @@ func TestEndToEnd(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := kept.open(); err != nil {
+	unlock, err := open(kept)
+	if err != nil {
 		t.Fatal(err)
 	}
-	defer kept.unlock()
-	if err := kept.open(); err == nil || !strings.Contains(err.Error(), "another benchmark") {
+	defer unlock()
+	if _, err := open(kept); err == nil || !strings.Contains(err.Error(), "another benchmark") {
 		t.Errorf("the server's state is used twice: %v", err)
 	}
 	for _, im := range all.Images {
@@ -429,7 +513,7 @@ func TestForeseesPreparation(t *testing.T) {
 	want("and one cannot be", push, 1)
 	m.RetryFailed = true
 	want("but is tried again", each+push, 2)
-	if got := m.forecast(m.plan(), nil); !strings.HasSuffix(got, "and peers prepare 2: about 50s") {
+	if got := m.forecast(series{m}.plan(), nil); !strings.HasSuffix(got, "and peers prepare 2: about 50s") {
 		t.Errorf("forecast: %s", got)
 	}
 }

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -30,14 +31,13 @@ import (
 //	made/images/NAME-TAG/ENGINE/N/        the images that it has made of it, see engines.Save
 //	made/servers/ENGINE/                  what an engine's own server keeps
 //
-// PROGRAM is the beginning of the digest of the foil program: another program may
+// PROGRAM is the beginning of the digest of the foil program that serves: another program may
 // store otherwise, so that it is given everything anew. What was made without it
 // is made once, and what an engine has converted is pushed to the next program's
 // registry as it is. It is used by one benchmark at a time.
 type state struct {
-	dir    string // servers/PROGRAM
-	made   string
-	unlock func()
+	dir  string // servers/PROGRAM
+	made string
 }
 
 // floor is the floor of an image, or why there is none.
@@ -72,29 +72,44 @@ func stateOf(cache, foil string) (state, error) {
 	}, nil
 }
 
-// open makes the state if need be, locks it, and removes the registries of other
-// programs.
-func (s *state) open() error {
-	for _, dir := range []string{s.registry(), filepath.Join(s.dir, "images"), filepath.Join(s.made, "images"), filepath.Join(s.made, "servers")} {
-		if err := os.MkdirAll(dir, 0o711); err != nil {
-			return fmt.Errorf("bench: %w", err)
+// open makes the states of the programs that are measured, in one cache, if need be,
+// locks them, and removes the registries of other programs.
+func open(states ...state) (unlock func(), err error) {
+	var locks []func()
+	release := func() {
+		for _, unlock := range slices.Backward(locks) {
+			unlock()
 		}
 	}
+	defer func() {
+		if err != nil {
+			release()
+		}
+	}()
 	// Of all programs' benchmarks one at a time, since they share what was made.
-	unlock, err := site.Lock(s.made)
-	if err != nil {
-		if errors.Is(err, unix.EWOULDBLOCK) {
-			err = fmt.Errorf("bench: another benchmark uses %s: wait for its end, or say another --cache", filepath.Dir(s.made))
+	made := states[0].made
+	locked := []string{made}
+	for _, s := range states {
+		for _, dir := range []string{s.registry(), filepath.Join(s.dir, "images"), filepath.Join(s.made, "images"), filepath.Join(s.made, "servers")} {
+			if err := os.MkdirAll(dir, 0o711); err != nil {
+				return nil, fmt.Errorf("bench: %w", err)
+			}
 		}
-		return err
+		if !slices.Contains(locked, s.dir) {
+			locked = append(locked, s.dir)
+		}
 	}
-	unlockOwn, err := site.Lock(s.dir)
-	if err != nil {
-		unlock()
-		return err
+	for _, dir := range locked {
+		one, err := site.Lock(dir)
+		if errors.Is(err, unix.EWOULDBLOCK) {
+			err = fmt.Errorf("bench: another benchmark uses %s: wait for its end, or say another --cache", filepath.Dir(made))
+		}
+		if err != nil {
+			return nil, err
+		}
+		locks = append(locks, one)
 	}
-	s.unlock = func() { unlockOwn(); unlock() }
-	return site.RemoveUnlocked(filepath.Join(filepath.Dir(s.dir), "*"))
+	return release, site.RemoveUnlocked(filepath.Join(filepath.Dir(states[0].dir), "*"))
 }
 
 func (s state) registry() string { return filepath.Join(s.dir, "registry") }

@@ -219,7 +219,7 @@ func request(im engines.Image, have ...bundle.Have) *bundle.Request {
 	repository, tag, _ := strings.Cut(rest, ":")
 	return &bundle.Request{
 		Versions: []int{bundle.Version}, Have: have,
-		Images: []bundle.ImageRequest{{Repository: repository, Reference: tag}},
+		Image: bundle.ImageRequest{Repository: repository, Reference: tag},
 	}
 }
 

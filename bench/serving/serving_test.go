@@ -31,7 +31,7 @@ func TestWrite(t *testing.T) {
 
 func TestRequest(t *testing.T) {
 	q := request(engines.Image{Ref: engines.RegistryAddr + "/redis:2"})
-	if got := q.Images[0]; got.Repository != "redis" || got.Reference != "2" || got.Header {
+	if got := q.Image; got.Repository != "redis" || got.Reference != "2" || got.Header {
 		t.Errorf("%+v", got)
 	}
 }

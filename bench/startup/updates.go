@@ -22,16 +22,10 @@ func (b *bench) updates(ctx context.Context, name string) (starts []Start, err e
 	}
 	type kind struct {
 		what          string
-		engine        *engines.Hydrofoil
 		first, second engines.Image
 	}
 	traced := &engines.Hydrofoil{}
-	kinds := []kind{
-		{what: "no set", engine: &engines.Hydrofoil{Variant: engines.Untraced}},
-		{what: "inherited", engine: traced},
-		{what: "inherited and a report", engine: traced},
-		{what: "traced", engine: traced},
-	}
+	kinds := []kind{{what: "no set"}, {what: "inherited"}, {what: "inherited and a report"}, {what: "traced"}}
 	err = b.at(ctx, link.Options{RTT: b.RTT, Rate: b.Rate}, nil, func(s *site.Site) error {
 		for i := range kinds {
 			k := &kinds[i]
@@ -41,7 +35,7 @@ func (b *bench) updates(ctx context.Context, name string) (starts []Start, err e
 				if err := b.push(ctx, s, *im); err != nil {
 					return err
 				}
-				if k.engine == traced && (im == &k.first || k.what == "traced") {
+				if k.what != "no set" && im == &k.first || k.what == "traced" {
 					if _, err := traced.Prepare(ctx, s, b.Programs, *im); err != nil {
 						return err
 					}
@@ -63,7 +57,7 @@ func (b *bench) updates(ctx context.Context, name string) (starts []Start, err e
 		for range max(b.Rounds, 1) {
 			for _, k := range kinds {
 				for _, how := range []string{"fresh", "update"} {
-					err := b.fresh(ctx, s, k.engine, func(w engines.Worker) error {
+					err := b.fresh(ctx, s, traced, func(w engines.Worker) error {
 						if how == "update" {
 							if err := b.have(ctx, s, w, k.first); err != nil {
 								return err

@@ -2,6 +2,7 @@ package stats
 
 import (
 	"math"
+	"math/rand/v2"
 	"testing"
 
 	"pgregory.net/rapid"
@@ -33,6 +34,64 @@ func TestMeans(t *testing.T) {
 		if got := f(nil); !math.IsNaN(got) {
 			t.Errorf("%s of nothing: %v", name, got)
 		}
+	}
+}
+
+// The values of printed tables.
+func TestStudent(t *testing.T) {
+	for _, c := range []struct{ freedom, want float64 }{{1, 6.314}, {2, 2.920}, {4, 2.132}, {10, 1.812}, {30, 1.697}, {120, 1.658}, {1e6, 1.645}} {
+		if got := student95(c.freedom); math.Abs(got-c.want) > 0.0005 {
+			t.Errorf("of %v degrees of freedom: %v, want %v", c.freedom, got, c.want)
+		}
+	}
+}
+
+func TestMeanRatio(t *testing.T) {
+	e := math.Exp
+	for _, c := range []struct {
+		name        string
+		settings    [][]float64
+		mean, upper float64 // NaN: there is none
+	}{
+		{"nothing", nil, math.NaN(), math.NaN()},
+		{"one pair", [][]float64{{1.5}}, 1.5, math.NaN()},
+		{"no noise", [][]float64{{1.2, 1.2}, {0.8, 0.8}}, math.Sqrt(1.2 * 0.8), math.Sqrt(1.2 * 0.8)},
+		// Logarithms -0.1, 0, 0.1: variance 0.01, that of the mean 0.01/3, 2 degrees.
+		{"one setting", [][]float64{{e(-0.1), 1, e(0.1)}}, 1, e(2.9199856 * 0.1 / math.Sqrt(3))},
+		// Two of those, far apart: half the variance, twice the degrees.
+		{"two settings", [][]float64{{e(0.9), e(1), e(1.1)}, {e(-1.1), e(-1), e(-0.9)}}, 1, e(2.1318468 * 0.1 / math.Sqrt(6))},
+		// The settings are the sample.
+		{"a pair each", [][]float64{{e(-0.1)}, {1}, {e(0.1)}}, 1, e(2.9199856 * 0.1 / math.Sqrt(3))},
+	} {
+		mean, upper := MeanRatio(c.settings)
+		same := func(got, want float64) bool {
+			return math.IsNaN(got) && math.IsNaN(want) || math.Abs(got-want) < 1e-6
+		}
+		if !same(mean, c.mean) || !same(upper, c.upper) {
+			t.Errorf("%s: %v, at most %v; want %v and %v", c.name, mean, upper, c.mean, c.upper)
+		}
+	}
+}
+
+// The mean is above its bound in one of twenty measurements.
+func TestMeanRatioCovers(t *testing.T) {
+	dice := rand.New(rand.NewPCG(1, 2))
+	const tries = 1500
+	above := 0
+	for range tries {
+		settings := make([][]float64, 6)
+		for i := range settings {
+			for range 5 {
+				// Settings differ in their ratios, and in how much they vary.
+				settings[i] = append(settings[i], math.Exp(float64(i-3)*0.05+0.025+dice.NormFloat64()*0.02*float64(1+i)))
+			}
+		}
+		if _, upper := MeanRatio(settings); upper < 1 {
+			above++
+		}
+	}
+	if share := float64(above) / tries; share < 0.03 || share > 0.07 {
+		t.Errorf("the true mean is above the bound in %.3f of all cases, want 0.05", share)
 	}
 }
 

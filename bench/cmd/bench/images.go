@@ -24,11 +24,12 @@ func imagesCommand() *cobra.Command {
 and npm packages, and keeps them in the cache. NAME is an image in all its
 versions, NAME:TAG one of them; without names all are meant.`,
 		Example: `  bench images build redis nginx:1
+  bench images push redis:1 127.0.0.1:5000/redis:1
   bench images ls
   bench images verify redis`,
 	}
 	cmd.PersistentFlags().StringVar(&cache, "cache", here(".cache"), "where built images are kept")
-	cmd.AddCommand(imagesBuild(&cache), imagesList(&cache), imagesVerify(&cache), imagesFetch(&cache), imagesPrune(&cache))
+	cmd.AddCommand(imagesBuild(&cache), imagesPush(&cache), imagesList(&cache), imagesVerify(&cache), imagesFetch(&cache), imagesPrune(&cache))
 	return cmd
 }
 
@@ -90,6 +91,40 @@ on where it was. One that fails does not keep the others from being built.`,
 			if len(failed) > 0 {
 				return fmt.Errorf("%d of %d images were not built:\n%w", len(failed), len(selected), errors.Join(failed...))
 			}
+			return nil
+		},
+	}
+}
+
+func imagesPush(cache *string) *cobra.Command {
+	return &cobra.Command{
+		Use:   "push NAME:TAG HOST:PORT/REPOSITORY:TAG",
+		Short: "Push an image to foil serve, and build it first if need be",
+		Long: `Pushes an image to a registry that speaks HTTP without TLS, such as foil serve on
+this machine. An image that is not in the cache yet is built first: redis takes a
+minute and a half.`,
+		Example: "  bench images push redis:1 127.0.0.1:5000/redis:1",
+		Args:    cobra.ExactArgs(2),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			catalogue, err := images.Declared()
+			if err != nil {
+				return err
+			}
+			builder := imageBuilder(*cache)
+			built, err := builder.Cached(catalogue, args[0])
+			if err == nil && built == nil {
+				if err := needRoot("building images"); err != nil {
+					return err
+				}
+				built, err = builder.Build(cmd.Context(), catalogue, args[0])
+			}
+			if err != nil {
+				return err
+			}
+			if err := built.Push(cmd.Context(), args[1]); err != nil {
+				return err
+			}
+			fmt.Printf("pushed %s (%s): %s\n", args[1], megabytes(built.LayerBytes()), built.Digest)
 			return nil
 		},
 	}

@@ -6,6 +6,7 @@ import (
 	"os"
 	"os/exec"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -22,6 +23,8 @@ func runCommand() *cobra.Command {
 	var rtts []string
 	var rates []string
 	var completeAt []string
+	var against engines.Programs
+	var cut string
 	cmd := &cobra.Command{
 		Use:   "run [flags]",
 		Args:  cobra.NoArgs,
@@ -40,7 +43,17 @@ stopped when the container is ready and was put under load, and have no figure o
 completion. Full pulls are complete before they start. A worker that is updated
 afterwards is always given the first version whole.
 
-Engines: hydrofoil; hydrofoil-containerd and hydrofoil-cri (as the snapshotter of
+With --against two builds of foil are measured in turns, --foil and --against: each
+run is made with both, one right after the other, in an order that changes with each
+repetition. Each build serves itself, unless --server and --against-server say
+otherwise. The results are below --out, in before (--against) and after (--foil);
+at the end the times to ready are compared, as bench compare --all does.
+
+With --cut 30% only resumed runs are made: of a worker that has nothing, whose
+connections are all cut once, after that share of the bytes of the image's layers.
+
+Engines: hydrofoil; hydrofoil-untraced (of whose images the server knows neither
+startup sets nor traces); hydrofoil-containerd and hydrofoil-cri (as the snapshotter of
 containerd 2, by ctr and as a kubelet uses it); hydrofoil-used (a worker that has
 pulled and run before, as those of CRI have); overlayfs and erofs (containerd, a
 full pull); overlayfs-cri (the same as a kubelet uses it); stargz; soci;
@@ -49,7 +62,9 @@ found on PATH, or where an option says, is left out and reported as absent. The
 floor T* is always measured. docs/benchmarks.md says where peers come from.`,
 		Example: `  bench run --images redis --runs 3 --out results
   bench run --images redis,nginx,python --engines hydrofoil,overlayfs,stargz \
-      --rtt 0,50ms,150ms,300ms --rate 100mbit --runs 5 --out results`,
+      --rtt 0,50ms,150ms,300ms --rate 100mbit --runs 5 --out results
+  bench run --images redis,node --engines hydrofoil,hydrofoil-untraced --rtt 0,150ms \
+      --foil bin/foil --against old/foil --runs 5 --load 0 --complete-at none --out turns`,
 		RunE: func(cmd *cobra.Command, _ []string) (err error) {
 			if os.Geteuid() != 0 {
 				return fmt.Errorf("bench run needs root: it makes namespaces, mounts and containers")
@@ -64,6 +79,21 @@ floor T* is always measured. docs/benchmarks.md says where peers come from.`,
 				*list = once(*list)
 			}
 			o.RTTs = once(o.RTTs)
+			if cut != "" {
+				if o.Cut, err = parseShare(cut); err != nil {
+					return err
+				}
+				if err := foilsOwn(cmd, &o, "--cut is for engines that resume"); err != nil {
+					return err
+				}
+			}
+			if against.Foil != "" {
+				if o.Against, err = otherBuild(cmd, &o, against); err != nil {
+					return err
+				}
+			} else if against.Server != "" {
+				return fmt.Errorf("--against-server is for --against")
+			}
 			switch {
 			case len(completeAt) == 1 && completeAt[0] == "none":
 				o.CompleteAt = []time.Duration{}
@@ -88,10 +118,16 @@ floor T* is always measured. docs/benchmarks.md says where peers come from.`,
 			if err = run.Run(cmd.Context(), o); err != nil && cmd.Context().Err() != nil {
 				return fmt.Errorf("interrupted (%w); the same command goes on where it was", err)
 			}
+			if err == nil && o.Against != nil && !o.Forecast {
+				return compareTurns(o.Out, true, "ready")
+			}
 			return err
 		},
 	}
 	flags := cmd.Flags()
+	flags.StringVar(&against.Foil, "against", "", "another foil binary, to be measured in turns with --foil")
+	flags.StringVar(&o.Programs.Server, "server", "", "the foil binary that serves (default --foil)")
+	flags.StringVar(&against.Server, "against-server", "", "the foil binary that serves --against (default --against)")
 	flags.StringSliceVar(&o.Images, "images", []string{"redis"}, "declared images, without tags, or all")
 	flags.StringSliceVar(&o.Engines, "engines", engineNames(), "engines to compare")
 	flags.StringSliceVar(&rtts, "rtt", []string{"0", "50ms", "150ms", "300ms"}, "round-trip times of the link")
@@ -104,6 +140,7 @@ floor T* is always measured. docs/benchmarks.md says where peers come from.`,
 	flags.Uint64Var(&o.Seed, "seed", 1, "of the order of runs")
 	flags.StringVar(&o.Note, "note", "", "remark that the report shows, such as what else runs on the machine")
 	flags.BoolVar(&o.SkipUpdates, "skip-updates", false, "fresh provisioning only")
+	flags.StringVar(&cut, "cut", "", "make resumed runs instead: cut all connections once, after this share of the bytes of an image's layers, such as 30%")
 	flags.BoolVar(&o.SkipCheck, "skip-check", false, "do not try the links first")
 	flags.BoolVar(&o.RetryFailed, "retry-failed", false, "make failed runs again")
 	flags.BoolVar(&o.RetryStolen, "retry-stolen", false, "make runs again during which the host of this virtual machine gave more than a twentieth of the processors' time to others")
@@ -111,6 +148,40 @@ floor T* is always measured. docs/benchmarks.md says where peers come from.`,
 	flags.DurationVar(&o.Timeout, "timeout", 10*time.Minute, "of one run")
 	programFlags(cmd, &o.Programs)
 	return cmd
+}
+
+// otherBuild is what is measured in turns with o.Programs. Only engines that are foil's own
+// differ by it.
+func otherBuild(cmd *cobra.Command, o *run.Options, against engines.Programs) (*engines.Programs, error) {
+	if err := foilsOwn(cmd, o, "--against compares two builds of foil"); err != nil {
+		return nil, err
+	}
+	programs := o.Programs
+	programs.Foil, programs.Server = against.Foil, against.Server
+	return &programs, nil
+}
+
+// foilsOwn chooses engines that are foil's own, if none were named.
+func foilsOwn(cmd *cobra.Command, o *run.Options, why string) error {
+	if !cmd.Flags().Changed("engines") {
+		o.Engines = []string{"hydrofoil", "hydrofoil-untraced"}
+	}
+	for _, name := range o.Engines {
+		if !strings.HasPrefix(name, "hydrofoil") {
+			return fmt.Errorf("%s, and %s is none: leave it out of --engines", why, name)
+		}
+	}
+	return nil
+}
+
+// parseShare reads a percentage below 100.
+func parseShare(text string) (float64, error) {
+	number, ok := strings.CutSuffix(text, "%")
+	percent, err := strconv.ParseFloat(number, 64)
+	if !ok || err != nil || !(percent > 0 && percent < 100) {
+		return 0, fmt.Errorf("%q is no share of the bytes; write 10%%, 50%%, ...", text)
+	}
+	return percent / 100, nil
 }
 
 // once is a list without what comes again: nothing is to be measured twice.

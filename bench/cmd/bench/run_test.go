@@ -17,6 +17,17 @@ func TestOnce(t *testing.T) {
 	}
 }
 
+func TestParseShare(t *testing.T) {
+	if got, err := parseShare("12.5%"); err != nil || got != 0.125 {
+		t.Errorf("12.5%%: %v, %v", got, err)
+	}
+	for _, bad := range []string{"", "30", "0%", "100%", "-3%", "much%", "NaN%"} {
+		if got, err := parseShare(bad); err == nil {
+			t.Errorf("%q is a share: %v", bad, got)
+		}
+	}
+}
+
 func TestParseRates(t *testing.T) {
 	all, own, err := parseRates([]string{"100mbit", "0", "pytorch=1gbit"})
 	if err != nil {
