@@ -1,6 +1,7 @@
 package fetch
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"slices"
@@ -47,7 +48,9 @@ func (c *choice) make(ctx context.Context, s *stream) {
 			}
 		}
 	}
-	elsewhere := p.opts.Elsewhere(ctx, absent)
+	first := slices.Clone(absent)
+	slices.SortStableFunc(first, func(i, j int) int { return cmp.Compare(s.index.frameOf[i], s.index.frameOf[j]) })
+	elsewhere := p.opts.Elsewhere(ctx, first)
 	skip, along := s.index.without(absent, elsewhere)
 	skip = skip[:min(len(skip), bundle.MaxSkip)]
 	p.mu.Lock()
@@ -156,6 +159,11 @@ func (p *Pull) Bring(segments []int) {
 		}
 		d.back(now, frames)
 	})
+}
+
+// Hurry has segments of the arena come early, which another pull wants in this order and leaves to this one.
+func (p *Pull) Hurry(segments []int) {
+	p.decide(func(s *schedule, now time.Time) { s.hurry(now, segments) })
 }
 
 // Held reports whether the server sends nothing but what is promoted, since Options.Hold asks for that.

@@ -82,3 +82,31 @@ func TestElsewhere(t *testing.T) {
 		})
 	}
 }
+
+// What another pull wants first comes next, in its order, once there is a plan.
+func TestHurry(t *testing.T) {
+	m := newImage(t, "a", files(60)...) // 20 frames of 3 segments
+	with(t, m, func(t *testing.T, s *server, w *worker) {
+		conn := s.client(t, remote.Options{})
+		defer conn.Close()
+		started := make(chan *Pull, 1)
+		s.scripts = []script{{before: func(pos int, serving *serving) {
+			if pos != 2 {
+				return
+			}
+			p := <-started
+			p.Hurry([]int{50, 40, 41})
+			<-serving.arrived
+		}}}
+		p := Start(t.Context(), w.options(conn))
+		started <- p
+		if err := p.Wait(); err != nil {
+			t.Fatal(err)
+		}
+		w.check()
+		frame := func(i int) uint32 { return uint32(i / 3) }
+		if len(s.promotions) != 1 || !slices.Equal(s.promotions[0], []uint32{frame(50), frame(40)}) {
+			t.Errorf("promoted %v", s.promotions)
+		}
+	})
+}

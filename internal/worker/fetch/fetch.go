@@ -79,7 +79,7 @@ type Options struct {
 	Hold time.Duration
 
 	// Elsewhere, when not nil, is called when a plan has come, with the segments of the arena that
-	// it brings and that are absent, ascending; it returns those of them that come another way. The server is told to
+	// it brings and that are absent, in its order; it returns those of them that come another way, ascending. The server is told to
 	// skip frames that bring nothing else; until then it sends only what is promoted
 	// (bundle.Request.Choose). ctx ends with the stream. Whoever answers writes them to the arena, or has
 	// Bring ask for them; what is absent when the last stream has ended is no error of the pull.

@@ -570,7 +570,7 @@ func TestNeed(t *testing.T) {
 			if pos == 1 {
 				<-sv.arrived
 			}
-			if pos == 3 {
+			if pos >= 3 { // promoted frames count
 				<-resume
 			}
 		}}}

@@ -33,6 +33,7 @@ type schedule struct {
 	kept   []*kept   // frames that came while the server holds, and are to be written
 	held   int64     // bytes of them
 	near   []uint32  // frames that lie next to what reads lacked, the most wanted first
+	early  []int     // segments that another pull wants first, in its order; see hurry
 	number uint64    // of the last promotion; from backNumber on
 	retry  time.Time // when what could not be said to the server is said again; zero: nothing
 
@@ -199,6 +200,28 @@ func (s *schedule) back(now time.Time, frames []uint32) {
 		}
 	}
 	s.ask(now)
+}
+
+// hurry is told of segments that another pull, which leaves them to this one, wants first. They come
+// after this pull's startup set and what reads lack, and before the rest.
+func (s *schedule) hurry(now time.Time, segments []int) {
+	s.early = append(s.early, segments...)
+	s.ask(now)
+}
+
+// hurried moves the frames of early to near, once there is a plan. It reports whether there were any.
+func (s *schedule) hurried() (any bool) {
+	if len(s.early) == 0 || s.plan.frameOf == nil || s.set.blocks != nil {
+		return false
+	}
+	for _, i := range s.early {
+		f := s.plan.frameOf[i]
+		if f != noFrame && s.plan.frames[f].state&^named == 0 && !slices.Contains(s.near, f) {
+			s.near, any = append(s.near, f), true
+		}
+	}
+	s.early = nil
+	return any
 }
 
 // damaged is told that a frame that has come is wrong.
@@ -391,7 +414,7 @@ func (s *schedule) lacking(r *reading) (planned bool, ahead int64) {
 
 // ask has all promoted that reads lack, if something of it does not come by itself.
 func (s *schedule) ask(now time.Time) {
-	due := false
+	due := s.hurried()
 	before := int64(0) // bytes of the reads that began before
 	var list []uint32
 	for _, r := range s.reads {

@@ -370,7 +370,7 @@ func testSchedule(t *rapid.T, older bool) {
 	for range actions {
 		pause := time.Duration(rapid.OneOf(rapid.IntRange(0, 2000), rapid.IntRange(0, 500_000)).Draw(t, "pause")) * time.Microsecond
 		w.run(w.now.Add(pause))
-		switch rapid.IntRange(0, 8).Draw(t, "action") {
+		switch rapid.IntRange(0, 9).Draw(t, "action") {
 		case 0:
 			if !w.lost { // one of a stream: each further one doubles the wait
 				w.mute = 1
@@ -381,6 +381,9 @@ func testSchedule(t *rapid.T, older bool) {
 			w.begin(nil, left > 0)
 		case 2:
 			w.tell(w.s.release)
+		case 3: // another pull wants some of it first
+			segments := rapid.SliceOf(rapid.IntRange(0, n-1)).Draw(t, "hurried")
+			w.tell(func() { w.s.hurry(w.now, segments) })
 		default:
 			first := rapid.IntRange(0, n-1).Draw(t, "first")
 			w.read(first, rapid.IntRange(1, min(3, n-first)).Draw(t, "count"))

@@ -18,7 +18,8 @@ import (
 // wait before it sends what is planned (fetch.Options.Elsewhere). It looks at the pulls that began
 // earlier, and has the server skip what lies in their arenas, or will. It copies that when it is
 // there, and compares it with its own TOC. A read that needs some of it has it come soon in the other
-// pull. While a service starts on an image of an earlier one, the rest waits: the start has the line.
+// pull; so has a service that is about to start what its own plan begins with. While a service starts on an
+// image of an earlier one, the rest waits: the start has the line.
 //
 // Only earlier pulls count, so that none waits for itself. One that fails, is stopped, brings nothing
 // for a while, or has wrong bytes, is dropped: the server is asked for what it was to
@@ -33,6 +34,9 @@ const (
 	lookEvery = 100 * time.Millisecond
 	// stalled is how long another pull may bring nothing.
 	stalled = 5 * time.Second
+	// frontBytes is how much of its plan, bytes of contents, a pull has come early in the others for a service that
+	// is about to start: about what the server ranks because programs are linked with it.
+	frontBytes = 8 << 20
 )
 
 // shares are the contents of a pull that others bring.
@@ -119,11 +123,12 @@ func (x *shares) begin() func(ctx context.Context, absent []int) []int {
 	return x.expect
 }
 
-// expect returns which of the absent segments others bring.
-func (x *shares) expect(ctx context.Context, absent []int) []int {
+// expect returns which of the absent segments, which are in the order of the plan, others bring.
+func (x *shares) expect(ctx context.Context, planned []int) []int {
 	x.mu.Lock()
 	others, list := slices.Clone(x.others), slices.Clone(x.list)
 	x.mu.Unlock()
+	absent := slices.Sorted(slices.Values(planned))
 	rest := absent
 	for _, one := range list {
 		rest = without(rest, one.Segments())
@@ -148,10 +153,33 @@ func (x *shares) expect(ctx context.Context, absent []int) []int {
 			continue
 		}
 		x.p.s.log.Info("another pull brings contents of this image", "ref", x.p.ref.Name, "by", o.ref.Name, "segments", len(segments))
+		x.hurry(one, planned)
 		rest = without(rest, segments)
 	}
 	x.yield(ctx, others)
 	return without(absent, rest)
+}
+
+// hurry has another pull bring early what the plan begins with, if a service is about to start.
+func (x *shares) hurry(one *share, planned []int) {
+	if x.p.start.Hold() == 0 {
+		return
+	}
+	front := int64(0)
+	end := slices.IndexFunc(planned, func(i int) bool {
+		front += one.Length(i)
+		return front > frontBytes
+	})
+	if end < 0 {
+		end = len(planned)
+	}
+	o := one.by
+	o.mu.Lock()
+	f := o.stream
+	o.mu.Unlock()
+	if f != nil {
+		f.Hurry(one.There(planned[:end]))
+	}
 }
 
 // yield waits while a service starts on the image of another pull, unless one is about to start on this

@@ -81,6 +81,32 @@ func (e *Expected) Segments() []int {
 	return list
 }
 
+// Length returns the bytes of a segment.
+func (e *Expected) Length(segment int) int64 { return int64(e.to.Layout().Segment(segment).Length) }
+
+// There returns which segments of the arena that is being filled have some of these, in their order.
+func (e *Expected) There(segments []int) (list []int) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.filled == nil {
+		return nil
+	}
+	for _, i := range segments {
+		if k, ok := e.find(i); ok {
+			first, end := e.filled.Layout().SegmentsIn(e.left[k].off, e.Length(i))
+			for ; first < end; first++ {
+				list = append(list, first)
+			}
+		}
+	}
+	return list
+}
+
+// find returns where segment i is in left. mu is held.
+func (e *Expected) find(i int) (k int, ok bool) {
+	return slices.BinarySearchFunc(e.left, i, func(p piece, i int) int { return p.segment - i })
+}
+
 // Filled is how many bytes have been written to the other arena: as long as that grows, what
 // is expected may come.
 func (e *Expected) Filled() int64 {
@@ -122,7 +148,7 @@ func (e *Expected) Copy(ctx context.Context) (copied int64, err error) {
 // Bring has segment i, if it is expected, come soon in the other arena, and copies it.
 func (e *Expected) Bring(ctx context.Context, i int) error {
 	e.mu.Lock()
-	k, ok := slices.BinarySearchFunc(e.left, i, func(p piece, i int) int { return p.segment - i })
+	k, ok := e.find(i)
 	var p piece
 	if ok {
 		p = e.left[k]
@@ -131,8 +157,8 @@ func (e *Expected) Bring(ctx context.Context, i int) error {
 	if !ok || e.to.HasSegment(i) {
 		return nil
 	}
-	n := e.to.Layout().Segment(i).Length
-	if err := e.from.Await(ctx, p.off, int64(n)); err != nil {
+	n := e.Length(i)
+	if err := e.from.Await(ctx, p.off, n); err != nil {
 		return err
 	}
 	return copyTo(e.src, e.to, i, p.off, make([]byte, n))
