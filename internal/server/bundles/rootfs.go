@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"strings"
+	"time"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/format/toc"
@@ -66,6 +67,10 @@ func (h *Handler) index(ctx context.Context, r catalog.Rootfs, encoded []byte) (
 	})
 }
 
+// guessKeeps is how many frames a guess keeps decoded, 512 KiB each: what a program imports lies in
+// many directories.
+const guessKeeps = 64
+
 // order returns the order in which an image's segments are likely to be needed,
 // as far as can be guessed. It is kept as an object. Without any the image arrives
 // in the order of its TOC: late, but right.
@@ -86,8 +91,10 @@ func (h *Handler) order(ctx context.Context, m *Resolved, x *planner.Index, enco
 		if err != nil {
 			return nil, fmt.Errorf("read TOC of %s: %w: %w", m.ChainID, errDamaged, err)
 		}
-		contents := &planner.Contents{TOC: t, Index: x, Objects: h.o.Objects}
+		contents := &planner.Contents{TOC: t, Index: x, Objects: h.o.Objects, Keep: guessKeeps}
+		began := time.Now()
 		o := planner.Guess(ctx, contents, m.Image.Config)
+		h.log.Debug("order guessed", "image", ref(m.Repository, m.Reference), "took", time.Since(began))
 		if err := h.save(ctx, key, o.Encode(m.Config.Digest, x.TOC())); err != nil {
 			h.log.Warn("guessed order cannot be kept", "image", ref(m.Repository, m.Reference), "error", err)
 		}

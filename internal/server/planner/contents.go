@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"slices"
 	"syscall"
 
 	"hydrofoil.dev/foil/internal/format/segment"
@@ -18,16 +19,51 @@ type Contents struct {
 	TOC     *toc.TOC
 	Index   *Index
 	Objects objects.Store
+	// Keep is how many frames are kept decoded, of up to 512 KiB each, for reads that go back and forth; 0: one.
+	Keep int
 
-	last     uint32 // frame that raw holds, plus 1; 0: none
+	recent []decoded // the one that was used last comes first
+}
+
+// decoded is a frame that is kept.
+type decoded struct {
+	frame    uint32
 	raw      []byte
-	verified uint32 // segment of that frame that was compared with its ID last, plus 1
+	verified uint32 // segment of it that was compared with its ID last, plus 1
 }
 
 // Place returns a number that orders the segments of the TOC as they rest:
 // reading them in this order reads each frame once.
 func (c *Contents) Place(n uint32) uint64 {
 	return uint64(c.Index.frameOf[n])<<32 | uint64(c.Index.slotOf[n])
+}
+
+// frame returns a frame, decoded, that has segment n.
+func (c *Contents) frame(ctx context.Context, n uint32) (*decoded, error) {
+	at := c.Index.frameOf[n]
+	k := slices.IndexFunc(c.recent, func(d decoded) bool { return d.frame == at })
+	if k < 0 {
+		p := c.Index.Frame(n)
+		b, err := ReadPart(ctx, c.Objects, p, nil)
+		if err != nil {
+			return nil, err
+		}
+		if len(c.recent) < max(1, c.Keep) {
+			c.recent = append(c.recent, decoded{})
+		}
+		k = len(c.recent) - 1
+		d := &c.recent[k]
+		f := &c.Index.frames[at]
+		if d.raw, err = segment.DecodeFrame(d.raw[:0], b, int(f.raw)); err != nil {
+			c.recent = c.recent[:k]
+			return nil, fmt.Errorf("frame at %d of pack %s: %w: %w", f.offset, p.Pack, ErrDamaged, err)
+		}
+		d.frame, d.verified = at, 0
+	}
+	d := c.recent[k]
+	copy(c.recent[1:k+1], c.recent)
+	c.recent[0] = d
+	return &c.recent[0], nil
 }
 
 // Segment returns the bytes of segment n of the TOC, verified, valid until the
@@ -37,30 +73,21 @@ func (c *Contents) Segment(ctx context.Context, n uint32) ([]byte, error) {
 	if s.ID.IsHole() {
 		return make([]byte, s.Length), nil
 	}
-	at := c.Index.frameOf[n]
-	f := &c.Index.frames[at]
-	if c.last != at+1 {
-		c.last = 0
-		p := c.Index.Frame(n)
-		b, err := ReadPart(ctx, c.Objects, p, nil)
-		if err != nil {
-			return nil, err
-		}
-		if c.raw, err = segment.DecodeFrame(c.raw[:0], b, int(f.raw)); err != nil {
-			return nil, fmt.Errorf("frame at %d of pack %s: %w: %w", f.offset, p.Pack, ErrDamaged, err)
-		}
-		c.last, c.verified = at+1, 0
+	d, err := c.frame(ctx, n)
+	if err != nil {
+		return nil, err
 	}
+	f := &c.Index.frames[d.frame]
 	from := uint32(0)
 	for _, n := range c.Index.lengths[f.first : f.first+c.Index.slotOf[n]] {
 		from += n
 	}
-	b := c.raw[from : from+s.Length]
-	if c.verified != n+1 {
+	b := d.raw[from : from+s.Length]
+	if d.verified != n+1 {
 		if segment.Sum(b) != s.ID {
 			return nil, fmt.Errorf("segment %s in frame at %d of pack %s: %w: its bytes are others", s.ID, f.offset, c.Index.packs[f.pack], ErrDamaged)
 		}
-		c.verified = n + 1
+		d.verified = n + 1
 	}
 	return b, nil
 }

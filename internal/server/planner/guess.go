@@ -18,18 +18,22 @@ import (
 // Guess orders an image's segments by when a container is likely to need them,
 // without any trace of a run:
 //
-//  1. what the entrypoint and the command name, the interpreters that their
-//     first lines name, the programs that shell scripts among them mention, and
-//     of all the libraries that these are linked with what is read to link them:
+//  1. what is read to find the user, and by the dynamic linker of any program;
+//  2. what the entrypoint and the command name, scripts before the interpreters that their
+//     first lines name, then the programs that shell scripts among them mention; of large programs,
+//     and of all the libraries that these are linked with, what is read to link them:
 //     symbols, relocations and data;
-//  2. small files that nearly every program opens (/etc/ld.so.cache, passwd, ...);
-//  3. the code of the libraries, of which few functions run at the start;
-//  4. the standard library of each interpreter found, and the application: the
+//  3. small files that nearly every program opens;
+//  4. the code of these programs;
+//  5. what Python's start and the scripts found import, as far as their text tells it;
+//  6. the code of the libraries, of which few functions run at the start, and that of large programs;
+//  7. the standard library of each interpreter found, and the application: the
 //     working directory and directories that the command names;
-//  5. the rest, small files first; documentation, translations, headers and
+//  8. the rest, small files first; documentation, translations, headers and
 //     static libraries last.
 //
-// Contents that cannot be read are skipped: a guess never fails.
+// Contents that cannot be read are skipped: a guess never fails. It reads a bounded number of files, and
+// bytes of them.
 func Guess(ctx context.Context, c *Contents, config ocispec.ImageConfig) Order {
 	g := guesser{
 		ctx: ctx, c: c, t: c.TOC, config: config,
@@ -46,24 +50,28 @@ func Guess(ctx context.Context, c *Contents, config ocispec.ImageConfig) Order {
 			g.env[k] = v
 		}
 	}
-	for _, p := range startFiles[:1] {
+	for _, p := range firstFiles {
 		g.path(p)
 	}
 	g.command()
-	for _, p := range startFiles[1:] {
+	for _, p := range startFiles {
 		g.path(p)
 	}
-	for _, inode := range g.code {
-		g.rank(inode)
-	}
+	g.rankCode(g.programs, largeProgram)
+	g.python()
+	g.rankCode(g.code, math.MaxInt64)
+	g.rankCode(g.programs, math.MaxInt64)
 	g.libraries()
 	g.rest()
 	return g.order
 }
 
+// firstFiles are read before a program runs, or by its dynamic linker before all else.
+var firstFiles = []string{"/etc/passwd", "/etc/group", "/etc/ld.so.cache", "/etc/ld.so.preload"}
+
 // startFiles are opened by nearly every program before anything else.
 var startFiles = []string{
-	"/etc/ld.so.cache", "/etc/ld.so.preload", "/etc/nsswitch.conf", "/etc/passwd", "/etc/group", "/etc/hosts",
+	"/etc/nsswitch.conf", "/etc/hosts",
 	"/etc/host.conf", "/etc/resolv.conf", "/etc/localtime", "/etc/timezone", "/etc/services", "/etc/protocols",
 	"/usr/lib/locale/locale-archive", "/usr/lib/locale/C.utf8/LC_CTYPE", "/usr/lib/x86_64-linux-gnu/gconv/gconv-modules.cache",
 	"/etc/ssl/openssl.cnf", "/usr/lib/ssl/openssl.cnf", "/etc/terminfo/x/xterm", "/etc/os-release",
@@ -75,6 +83,11 @@ const (
 	maxPrograms = 400      // looked into
 	maxScript   = 64 << 10 // bytes of a script that are looked into
 	maxMentions = 60       // programs mentioned by one script
+
+	// smallProgram is what a program or library may have, bytes, to be ranked whole with what it is linked with.
+	smallProgram = 256 << 10
+	// largeProgram is what a program has of which little is needed at once.
+	largeProgram = 16 << 20
 )
 
 type guesser struct {
@@ -87,7 +100,9 @@ type guesser struct {
 	next     uint32       // rank
 	ranked   []bool       // by content: it has all its ranks
 	seen     map[int]bool // inodes of programs looked into
-	code     []int        // inodes of libraries whose code has no ranks yet
+	programs []int        // inodes of programs whose code has no ranks yet
+	code     []int        // the same of libraries
+	pythons  []pythonRun
 	order    Order
 	langs    []*language // in the order found
 	all      []named     // all contents; made by files
@@ -144,6 +159,15 @@ func (g *guesser) rankLinked(f *elf.File, inode int) {
 	}
 }
 
+// rankCode ranks what has no ranks yet of programs and libraries that are not larger than that.
+func (g *guesser) rankCode(inodes []int, most int64) {
+	for _, i := range inodes {
+		if g.t.Inodes[i].Size <= most {
+			g.rank(i)
+		}
+	}
+}
+
 func (g *guesser) path(p string) {
 	if i, ok := g.t.Resolve(p); ok {
 		g.rank(i)
@@ -184,6 +208,9 @@ func (g *guesser) command() {
 	argv := slices.Concat(g.config.Entrypoint, g.config.Cmd)
 	var scripts []string
 	for i, word := range argv {
+		if i > 0 && argv[i-1] == "-m" {
+			g.pythons = append(g.pythons, pythonRun{module: word})
+		}
 		if p, inode, ok := g.find(word, dir); ok {
 			scripts = append(scripts, g.program(p, inode)...)
 			continue
@@ -195,6 +222,9 @@ func (g *guesser) command() {
 		if word != "" && !strings.HasPrefix(word, "-") { // a file next to the application, as in "python app.py"
 			if inode, ok := g.file(path.Join("/", dir, word)); ok {
 				scripts = append(scripts, g.program(path.Join("/", dir, word), inode)...)
+			} else if i > 0 { // a module, as in "gunicorn site.wsgi:application"
+				module, _, _ := strings.Cut(word, ":")
+				g.pythons = append(g.pythons, pythonRun{module: module})
 			}
 		}
 	}
@@ -224,8 +254,17 @@ func (g *guesser) program(p string, inode int) (mentions []string) {
 	case bytes.HasPrefix(head, []byte(elf.ELFMAG)):
 		g.language(path.Base(p))
 		g.elf(p, r, inode)
+		if size > smallProgram {
+			g.programs = append(g.programs, inode)
+			return nil
+		}
+	case strings.HasSuffix(p, ".py"):
 		g.rank(inode)
+		g.pythons = append(g.pythons, pythonRun{script: p, inode: inode})
 	case bytes.HasPrefix(head, []byte("#!")):
+		if size <= maxScript { // it is read before its interpreter
+			g.rank(inode)
+		}
 		line, _, _ := strings.Cut(string(head[2:]), "\n")
 		shell := false
 		for i, word := range strings.Fields(line) {
@@ -235,6 +274,9 @@ func (g *guesser) program(p string, inode int) (mentions []string) {
 			if ip, in, ok := g.find(word, "/"); ok {
 				g.program(ip, in)
 				shell = shell || strings.HasSuffix(path.Base(ip), "sh")
+				if strings.HasPrefix(path.Base(ip), "python") {
+					g.pythons = append(g.pythons, pythonRun{script: p, inode: inode})
+				}
 			}
 		}
 		g.rank(inode)
@@ -345,8 +387,8 @@ func (g *guesser) elf(p string, r io.ReaderAt, inode int) {
 					g.seen[i] = true
 					g.language(name)
 					g.elf(lib, g.c.Open(g.ctx, i), i)
-					if strings.HasPrefix(name, "libc.") {
-						g.rank(i) // everything runs much of it
+					if strings.HasPrefix(name, "libc.") || g.t.Inodes[i].Size <= smallProgram {
+						g.rank(i) // everything runs much of libc
 					}
 					g.code = append(g.code, i)
 				}

@@ -138,14 +138,12 @@ func TestGuess(t *testing.T) {
 		Entrypoint: []string{"entrypoint.sh"}, Cmd: []string{"redis-server", "/etc/redis.conf"}, WorkingDir: "/data",
 	})
 	want := []string{
-		"/etc/ld.so.cache",
+		"/etc/passwd", "/etc/ld.so.cache", "/usr/local/bin/entrypoint.sh",
 		"/usr/bin/env", ld, "/usr/lib/x86_64-linux-gnu/libc.so.6", "/bin/bash", "/usr/lib/x86_64-linux-gnu/libtinfo.so.6.4",
-		"/usr/local/bin/entrypoint.sh",
 		"/usr/local/bin/redis-server", "/usr/lib/x86_64-linux-gnu/libm.so.6", "/usr/local/lib/libmine.so",
 		"/usr/lib/x86_64-linux-gnu/libdeep.so", "/opt/lib/libopt.so", "/conf/libconf.so",
 		"/etc/redis.conf",
 		"/usr/bin/gosu",
-		"/etc/passwd",
 		"/data/dump",
 		"/srv/small", "/srv/larger", "/bin/false", "/etc/ld.so.conf.d/x.conf",
 		"/usr/share/doc/redis/README", "/usr/include/x.h",
@@ -210,7 +208,7 @@ func TestGuessLibraryCode(t *testing.T) {
 	}
 	w := plannertest.New(t, nil)
 	x, r := w.Rootfs(t, digest.FromString("library"), plannertest.Files{
-		"/bin/program": elfFile("", "/lib", "libone.so"), "/lib/libone.so": b.String()[:end], "/etc/passwd": "root",
+		"/bin/program": elfFile("", "/lib", "libone.so"), "/lib/libone.so": b.String()[:end], "/etc/hosts": "here",
 	})
 	ix, err := planner.Build(context.Background(), x, r.TOC, w.Catalog)
 	if err != nil {
@@ -231,10 +229,10 @@ func TestGuessLibraryCode(t *testing.T) {
 	}
 	got := []uint32{
 		rank("/bin/program", 0), rank("/lib/libone.so", 0), rank("/lib/libone.so", code), rank("/lib/libone.so", data),
-		rank("/lib/libone.so", end-1), rank("/etc/passwd", 0), rank("/lib/libone.so", (code+data)/2),
+		rank("/lib/libone.so", end-1), rank("/etc/hosts", 0), rank("/lib/libone.so", (code+data)/2),
 	}
 	if !slices.IsSorted(got) || got[3] >= got[5] || got[5] >= got[6] {
-		t.Errorf("program, linked, code, data, its end, passwd, the middle of the code: %v", got)
+		t.Errorf("program, linked, code, data, its end, hosts, the middle of the code: %v", got)
 	}
 }
 
@@ -259,6 +257,50 @@ func TestGuessLanguages(t *testing.T) {
 		"/usr/local/lib/python3.12/test/support/x.py",
 	}
 	if !slices.Equal(got, want) {
+		t.Errorf("got\n%s\nwant\n%s", strings.Join(got, "\n"), strings.Join(want, "\n"))
+	}
+}
+
+// What Python and its script import comes in the order in which it is imported, compiled where that is there.
+func TestGuessPython(t *testing.T) {
+	const lib, site = "/usr/lib/python3.11", "/usr/local/lib/python3.11/dist-packages"
+	files := plannertest.Files{
+		"/usr/bin/python3":                      "-> python3.11",
+		"/usr/bin/python3.11":                   elfFile("", ""),
+		lib + "/os.py":                          "import stat\nimport posixpath as path\n",
+		lib + "/__pycache__/os.cpython-311.pyc": "compiled os",
+		lib + "/stat.py":                        "# stat",
+		lib + "/posixpath.py":                   "import genericpath",
+		lib + "/genericpath.py":                 "# generic",
+		lib + "/encodings/__init__.py":          "from . import aliases",
+		lib + "/encodings/aliases.py":           "aliases = {}",
+		lib + "/a_never.py":                     "",
+		lib + "/a_small.py":                     "x",
+		lib + "/lib-dynload/_fast.cpython-311-x86_64-linux-gnu.so": elfFile("", "/lib", "libfast.so"),
+		"/lib/libfast.so":                "fast",
+		site + "/z.pth":                  "import hook",
+		site + "/hook.py":                "# a hook",
+		site + "/server/__init__.py":     "__version__ = 1",
+		site + "/server/app/__init__.py": "",
+		site + "/server/app/main.py":     "from ..core import Core\nimport _fast\n",
+		site + "/server/core.py":         "def f():\n  import server.late\nimport server.core, gone\n",
+		site + "/server/late.py":         "late",
+		"/usr/local/bin/serve":           "#!/usr/bin/python3\nimport sys\nfrom server.app.main import run\n",
+		"/srv/site/wsgi.py":              "import shelf.book\n",
+		"/srv/shelf/__init__.py":         "# shelf",
+		"/srv/shelf/book.py":             "# book",
+	}
+	got := guess(t, files, ocispec.ImageConfig{Cmd: []string{"serve", "site.wsgi:application"}, WorkingDir: "/srv"})
+	want := []string{
+		"/usr/local/bin/serve", "/usr/bin/python3.11",
+		lib + "/encodings/__init__.py", lib + "/encodings/aliases.py",
+		lib + "/__pycache__/os.cpython-311.pyc", lib + "/stat.py", lib + "/posixpath.py", lib + "/genericpath.py",
+		site + "/z.pth", site + "/hook.py",
+		site + "/server/__init__.py", site + "/server/app/main.py", site + "/server/core.py",
+		lib + "/lib-dynload/_fast.cpython-311-x86_64-linux-gnu.so", "/lib/libfast.so",
+		"/srv/site/wsgi.py", "/srv/shelf/__init__.py", "/srv/shelf/book.py",
+	}
+	if len(got) < len(want) || !slices.Equal(got[:len(want)], want) {
 		t.Errorf("got\n%s\nwant\n%s", strings.Join(got, "\n"), strings.Join(want, "\n"))
 	}
 }

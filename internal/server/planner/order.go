@@ -19,7 +19,7 @@ import (
 const (
 	orderMagic = "HFORDER\n"
 	// guessVersion changes when Guess does: what it guessed before is guessed anew.
-	guessVersion = 1
+	guessVersion = 2
 )
 
 // OrderKey is where the order of a config and an encoded TOC rests.

@@ -133,6 +133,15 @@ func (g *guesser) applications() []string {
 		}
 	}
 	add(g.config.WorkingDir)
+	// What a program that has a directory of its own in PATH was installed with.
+	for _, d := range strings.Split(g.env["PATH"], ":") {
+		if root, ok := strings.CutSuffix(path.Clean(d), "/bin"); ok {
+			add(root)
+			if name, ok := strings.CutPrefix(root, "/usr/lib/"); ok {
+				add("/usr/share/" + name)
+			}
+		}
+	}
 	for _, word := range slices.Concat(g.config.Entrypoint, g.config.Cmd) {
 		if strings.HasPrefix(word, "/") {
 			add(word)
