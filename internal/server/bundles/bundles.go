@@ -87,6 +87,8 @@ type Handler struct {
 	checks  checks
 	work    sync.WaitGroup // what ahead does
 
+	guessing sync.Mutex // held while an order is guessed that is not kept
+
 	mu       sync.Mutex
 	suspects map[digest.Digest]bool // guarded by mu: chain IDs to repair before they are served again
 }

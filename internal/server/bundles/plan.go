@@ -28,7 +28,12 @@ func (p *pull) plan(ctx context.Context, d *planner.Difference, x *planner.Index
 	go func() {
 		defer close(l.done)
 		var guess planner.Order
-		if guess, l.err = p.h.order(ctx, p.image, x, encoded); l.err != nil {
+		if set == nil && delivery == nil {
+			guess, l.err = p.h.serviceOrder(ctx, p.image, x, encoded, p.req.Image.Service(p.image.Image.Config))
+		} else {
+			guess, l.err = p.h.order(ctx, p.image, x, encoded)
+		}
+		if l.err != nil {
 			return
 		}
 		d.SetOrder(orderOf(x, guess, set, delivery != nil))

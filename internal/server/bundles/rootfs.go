@@ -5,12 +5,10 @@ import (
 	"errors"
 	"fmt"
 	"strings"
-	"time"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/format/toc"
 	"hydrofoil.dev/foil/internal/server/catalog"
-	"hydrofoil.dev/foil/internal/server/objects"
 	"hydrofoil.dev/foil/internal/server/planner"
 )
 
@@ -64,41 +62,6 @@ func (h *Handler) index(ctx context.Context, r catalog.Rootfs, encoded []byte) (
 			return nil, fmt.Errorf("read TOC of %s: %w: %w", r.ChainID, errDamaged, err)
 		}
 		return h.loadIndex(ctx, r, t)
-	})
-}
-
-// guessKeeps is how many frames a guess keeps decoded, 512 KiB each: what a program imports lies in
-// many directories.
-const guessKeeps = 64
-
-// order returns the order in which an image's segments are likely to be needed,
-// as far as can be guessed. It is kept as an object. Without any the image arrives
-// in the order of its TOC: late, but right.
-func (h *Handler) order(ctx context.Context, m *Resolved, x *planner.Index, encoded []byte) (planner.Order, error) {
-	return h.orders.Get(ctx, string(m.Config.Digest)+" "+string(x.TOC()), func(ctx context.Context) (planner.Order, error) {
-		key := planner.OrderKey(m.Config.Digest, x.TOC())
-		b, err := readObject(ctx, h.o.Objects, key, 1<<30)
-		if err == nil {
-			var o planner.Order
-			if o, err = planner.DecodeOrder(b, m.Config.Digest, x.TOC(), x.Len()); err == nil {
-				return o, nil
-			}
-		}
-		if !errors.Is(err, objects.ErrNotFound) {
-			h.log.Warn("order is guessed anew", "image", ref(m.Repository, m.Reference), "error", err)
-		}
-		t, err := toc.Decode(encoded)
-		if err != nil {
-			return nil, fmt.Errorf("read TOC of %s: %w: %w", m.ChainID, errDamaged, err)
-		}
-		contents := &planner.Contents{TOC: t, Index: x, Objects: h.o.Objects, Keep: guessKeeps}
-		began := time.Now()
-		o := planner.Guess(ctx, contents, m.Image.Config)
-		h.log.Debug("order guessed", "image", ref(m.Repository, m.Reference), "took", time.Since(began))
-		if err := h.save(ctx, key, o.Encode(m.Config.Digest, x.TOC())); err != nil {
-			h.log.Warn("guessed order cannot be kept", "image", ref(m.Repository, m.Reference), "error", err)
-		}
-		return o, nil
 	})
 }
 

@@ -447,3 +447,36 @@ func TestOrderIsKept(t *testing.T) {
 		t.Errorf("with a damaged order: %v", p.err)
 	}
 }
+
+// What a container runs in the place of what the image says comes first, where no trace knows it.
+func TestOrderOfService(t *testing.T) {
+	s := start(t, nil)
+	files := version(1)
+	for i := range 8 {
+		files[fmt.Sprintf("/opt/bin/tool-%d", i)] = text(uint64(900+i), 600_000)
+	}
+	_, x := s.image(t, "r", "1", files, ocispec.ImageConfig{Cmd: []string{"/usr/bin/app"}})
+	first := func(entrypoint ...string) string {
+		t.Helper()
+		req := request("r", "1")
+		req.Image.Entrypoint = entrypoint
+		p := s.pull(t, req, nil)
+		if p.err != nil || missing(x, p.segments) > 0 {
+			t.Fatalf("%v: %v", entrypoint, p.err)
+		}
+		for _, n := range p.plan.Segments {
+			for i := range 8 {
+				inode, _ := x.Lookup(fmt.Sprintf("/opt/bin/tool-%d", i))
+				if c := x.Contents[x.Inodes[inode].Content]; n >= c.First && n < c.First+c.Segments {
+					return fmt.Sprintf("tool-%d", i)
+				}
+			}
+		}
+		return "none"
+	}
+	for _, i := range []int{3, 6, 3} {
+		if got, want := first(fmt.Sprintf("/opt/bin/tool-%d", i)), fmt.Sprintf("tool-%d", i); got != want {
+			t.Errorf("%s comes first, want %s", got, want)
+		}
+	}
+}

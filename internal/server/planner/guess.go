@@ -25,7 +25,8 @@ import (
 //     symbols, relocations and data;
 //  3. small files that nearly every program opens;
 //  4. the code of these programs;
-//  5. what Python's start and the scripts found import, as far as their text tells it;
+//  5. the configuration of these programs with the libraries that it names; what Python's start and the
+//     scripts found import, as far as their text tells it;
 //  6. the code of the libraries, of which few functions run at the start, and that of large programs;
 //  7. the standard library of each interpreter found, and the application: the
 //     working directory and directories that the command names;
@@ -58,6 +59,7 @@ func Guess(ctx context.Context, c *Contents, config ocispec.ImageConfig) Order {
 		g.path(p)
 	}
 	g.rankCode(g.programs, largeProgram)
+	g.configured()
 	g.python()
 	g.rankCode(g.code, math.MaxInt64)
 	g.rankCode(g.programs, math.MaxInt64)
@@ -100,6 +102,7 @@ type guesser struct {
 	next     uint32       // rank
 	ranked   []bool       // by content: it has all its ranks
 	seen     map[int]bool // inodes of programs looked into
+	names    []string     // of programs looked into
 	programs []int        // inodes of programs whose code has no ranks yet
 	code     []int        // the same of libraries
 	pythons  []pythonRun
@@ -253,6 +256,7 @@ func (g *guesser) program(p string, inode int) (mentions []string) {
 	switch {
 	case bytes.HasPrefix(head, []byte(elf.ELFMAG)):
 		g.language(path.Base(p))
+		g.names = append(g.names, path.Base(p))
 		g.elf(p, r, inode)
 		if size > smallProgram {
 			g.programs = append(g.programs, inode)

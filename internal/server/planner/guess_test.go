@@ -305,6 +305,34 @@ func TestGuessPython(t *testing.T) {
 	}
 }
 
+// What the configuration of a server loads comes with it, also when it is an interpreter with a configuration of its own.
+func TestGuessConfigured(t *testing.T) {
+	files := plannertest.Files{
+		"/usr/sbin/apache2":                      elfFile("", ""),
+		"/etc/apache2/apache2.conf":              "Include mods-enabled/*.load\n",
+		"/etc/apache2/mods-available/never.load": "LoadModule never /usr/lib/apache2/modules/never.so\n",
+		"/etc/apache2/mods-available/php.load":   "LoadModule php_module /usr/lib/apache2/modules/libphp8.so\n",
+		"/etc/apache2/mods-enabled/php.load":     "-> ../mods-available/php.load",
+		"/etc/php/8/conf.d/20-curl.ini":          "; a comment\nextension=curl.so\n",
+		"/usr/lib/apache2/modules/libphp8.so":    elfFile("", "/lib", "libxml.so"),
+		"/usr/lib/apache2/modules/never.so":      elfFile("", "") + "never",
+		"/usr/lib/php/2022/curl.so":              elfFile("", "/lib", "libcurl.so"),
+		"/lib/libxml.so":                         "xml",
+		"/lib/libcurl.so":                        "curl",
+		"/lib/a.so":                              "a",
+		"/srv/x":                                 "x",
+	}
+	got := guess(t, files, ocispec.ImageConfig{Cmd: []string{"apache2", "-D", "FOREGROUND"}})
+	want := []string{
+		"/usr/sbin/apache2", "/etc/apache2/apache2.conf", "/etc/apache2/mods-available/php.load",
+		"/usr/lib/apache2/modules/libphp8.so", "/lib/libxml.so",
+		"/etc/php/8/conf.d/20-curl.ini", "/usr/lib/php/2022/curl.so", "/lib/libcurl.so",
+	}
+	if len(got) < len(want) || !slices.Equal(got[:len(want)], want) {
+		t.Errorf("got\n%s\nwant\n%s", strings.Join(got, "\n"), strings.Join(want, "\n"))
+	}
+}
+
 // What an image says may be anything: the guess is worse then, and nothing else.
 func TestGuessHostile(t *testing.T) {
 	cut := elfFile("/ld", "", "liba.so")

@@ -206,14 +206,8 @@ func (m *modules) first(full string) bool {
 }
 
 func (m *modules) extension(p string, inode int, full string) {
-	if m.first(full) && !m.g.seen[inode] {
-		m.g.seen[inode] = true
-		m.g.elf(p, m.g.c.Open(m.g.ctx, inode), inode)
-		if m.g.t.Inodes[inode].Size <= smallProgram {
-			m.g.rank(inode)
-		} else {
-			m.g.code = append(m.g.code, inode)
-		}
+	if m.first(full) {
+		m.g.library(p, inode)
 	}
 }
 

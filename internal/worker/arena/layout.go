@@ -244,6 +244,12 @@ func (l *Layout) contentEnd(k int) int {
 	return len(l.ids)
 }
 
+// Neighbours returns the segments [first, end) of the content that segment i is a piece of.
+func (l *Layout) Neighbours(i int) (first, end int) {
+	k := l.contentOf(i)
+	return int(l.contents[k].first), l.contentEnd(k)
+}
+
 // SegmentsIn returns the segments [first, end) that have bytes in
 // [off, off+n) of the arena. Padding belongs to no segment.
 func (l *Layout) SegmentsIn(off, n int64) (first, end int) {

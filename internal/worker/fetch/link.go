@@ -60,6 +60,9 @@ func (l *link) arrived(now time.Time, moved int64) {
 	}
 }
 
+// flight returns how many bytes the line brings in a round trip, and 0 while that is not known.
+func (l *link) flight() int64 { return int64(l.rate * l.trip.Seconds()) }
+
 // most returns the most that it should take until so many bytes have come that are asked for
 // now: what is in flight comes before them. 0: not known.
 func (l *link) most(bytes int64) time.Duration {

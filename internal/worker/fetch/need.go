@@ -18,6 +18,8 @@ type inArena struct{ *arena.Arena }
 
 func (a inArena) SegmentsIn(off, n int64) (first, end int) { return a.Layout().SegmentsIn(off, n) }
 
+func (a inArena) Neighbours(i int) (first, end int) { return a.Layout().Neighbours(i) }
+
 // Need waits until [off, off+n) of a, the pull's arena, is present, and
 // has what is queued far behind promoted. It fails when a fails or ctx ends;
 // see arena.Wait. Of another arena it only waits.

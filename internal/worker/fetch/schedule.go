@@ -58,6 +58,7 @@ type space interface {
 	Present(off, n int64) bool
 	AbsentSegments(dst []int, off, n int64) []int
 	SegmentsIn(off, n int64) (first, end int)
+	Neighbours(segment int) (first, end int) // of the same content
 }
 
 // reading is a read that waits.

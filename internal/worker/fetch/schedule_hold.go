@@ -14,7 +14,8 @@ import (
 //
 // Who misses once is likely to miss again nearby: a file that is read from one end to the other, the
 // tables of a large program. The line has nothing else to do before the next miss. So what lies
-// around a miss comes after it, twice as much each time. Misses do not end the hold: a start that has
+// around a miss comes after it, twice as much each time: of the same file as much as the line brings in a round trip,
+// since another miss in it would cost that. Misses do not end the hold: a start that has
 // the processors to itself, and waits now and then, is ready before one that shares them with the rest of its
 // image. Only when misses have brought as much as the set of a large service was the set wrong.
 const (
@@ -107,25 +108,32 @@ func (s *schedule) missed(r *reading) {
 	}
 }
 
-// around adds to near the frames that lie next to what a read lacks, about so many bytes of them: in
-// the file, and in the files next to it. It returns how many.
+// around adds to near the frames that lie next to what a read lacks: of the file about as many bytes as
+// a round trip is worth, and of the files next to it, together with these, about most. It returns how many.
 func (s *schedule) around(r *reading, most int64) (n int64) {
 	frameOf := s.plan.frameOf
 	first, end := r.space.SegmentsIn(r.off, r.n)
 	var list []uint32
-	for before, after := first-1, end; n < most && (before >= 0 || after < len(frameOf)); before, after = before-1, after+1 {
-		for _, i := range [...]int{after, before} {
-			if i < 0 || i >= len(frameOf) || frameOf[i] == noFrame {
-				continue
+	add := func(from, to int, most int64) {
+		for before, after := first-1, end; n < most && (before >= from || after < to); before, after = before-1, after+1 {
+			for _, i := range [...]int{after, before} {
+				if i < from || i >= to || frameOf[i] == noFrame {
+					continue
+				}
+				f := frameOf[i]
+				if s.plan.frames[f].state&^named != 0 || slices.Contains(list, f) || n >= most {
+					continue
+				}
+				list = append(list, f)
+				n += s.plan.frames[f].size
 			}
-			f := frameOf[i]
-			if s.plan.frames[f].state&^named != 0 || slices.Contains(list, f) || n >= most {
-				continue
-			}
-			list = append(list, f)
-			n += s.plan.frames[f].size
 		}
 	}
+	if first < end {
+		from, to := r.space.Neighbours(first)
+		add(from, to, max(most, min(s.link.flight(), aroundMost)))
+	}
+	add(0, len(frameOf), most)
 	older := slices.DeleteFunc(s.near, func(f uint32) bool { return slices.Contains(list, f) })
 	s.near = append(list, older...)
 	return n

@@ -79,6 +79,9 @@ func (w *world) SegmentsIn(off, n int64) (first, end int) {
 	return int(off / arena.BlockSize), int((off + n + arena.BlockSize - 1) / arena.BlockSize)
 }
 
+// Neighbours: contents are four segments long.
+func (w *world) Neighbours(i int) (first, end int) { return i &^ 3, min(i&^3+4, len(w.here)) }
+
 func (w *world) after(d time.Duration, fn func()) {
 	at := w.now.Add(d)
 	i := len(w.due)
