@@ -8,11 +8,13 @@ import (
 )
 
 // A server loads modules that its configuration names: an absolute path, or the name of a file that
-// lies in a directory of modules, as in "extension=curl.so".
+// lies in a directory of modules, as in "extension=curl.so". A directory that it names may hold what is
+// served: see applications.
 const (
 	maxConfigs    = 500      // files of configuration that are looked into
 	maxConfigText = 32 << 10 // bytes of one
 	maxDepth      = 5        // directories below /etc/NAME
+	maxServed     = 200      // paths that they name
 )
 
 // configured ranks the configuration of the programs and interpreters found, /etc/NAME, and the
@@ -72,6 +74,9 @@ func (c *configs) file(inode int) {
 		return
 	}
 	for _, word := range words(b) {
+		if strings.HasPrefix(word, "/") && strings.Count(word, "/") > 1 && len(c.g.served) < maxServed {
+			c.g.served = append(c.g.served, word)
+		}
 		if !strings.HasSuffix(word, ".so") {
 			continue
 		}

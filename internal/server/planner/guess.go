@@ -75,7 +75,11 @@ var firstFiles = []string{"/etc/passwd", "/etc/group", "/etc/ld.so.cache", "/etc
 var startFiles = []string{
 	"/etc/nsswitch.conf", "/etc/hosts",
 	"/etc/host.conf", "/etc/resolv.conf", "/etc/localtime", "/etc/timezone", "/etc/services", "/etc/protocols",
-	"/usr/lib/locale/locale-archive", "/usr/lib/locale/C.utf8/LC_CTYPE", "/usr/lib/x86_64-linux-gnu/gconv/gconv-modules.cache",
+	"/usr/lib/locale/locale-archive", "/usr/lib/locale/C.utf8/LC_CTYPE",
+	"/usr/lib/locale/C.utf8/LC_IDENTIFICATION", "/usr/lib/locale/C.utf8/LC_MEASUREMENT", "/usr/lib/locale/C.utf8/LC_TELEPHONE",
+	"/usr/lib/locale/C.utf8/LC_ADDRESS", "/usr/lib/locale/C.utf8/LC_NAME", "/usr/lib/locale/C.utf8/LC_PAPER",
+	"/usr/lib/locale/C.utf8/LC_MESSAGES/SYS_LC_MESSAGES", "/usr/lib/locale/C.utf8/LC_MONETARY", "/usr/lib/locale/C.utf8/LC_COLLATE",
+	"/usr/lib/locale/C.utf8/LC_TIME", "/usr/lib/locale/C.utf8/LC_NUMERIC", "/usr/lib/x86_64-linux-gnu/gconv/gconv-modules.cache",
 	"/etc/ssl/openssl.cnf", "/usr/lib/ssl/openssl.cnf", "/etc/terminfo/x/xterm", "/etc/os-release",
 	"/lib/x86_64-linux-gnu/libnss_files.so.2", "/lib/x86_64-linux-gnu/libnss_dns.so.2", "/lib/x86_64-linux-gnu/libresolv.so.2",
 	"/lib/aarch64-linux-gnu/libnss_files.so.2", "/lib/aarch64-linux-gnu/libnss_dns.so.2", "/lib/aarch64-linux-gnu/libresolv.so.2",
@@ -85,9 +89,12 @@ const (
 	maxPrograms = 400      // looked into
 	maxScript   = 64 << 10 // bytes of a script that are looked into
 	maxMentions = 60       // programs mentioned by one script
+	maxWords    = 20_000   // of all scripts
 
 	// smallProgram is what a program or library may have, bytes, to be ranked whole with what it is linked with.
 	smallProgram = 256 << 10
+	// largeShell is the same of a shell.
+	largeShell = 2 << 20
 	// largeProgram is what a program has of which little is needed at once.
 	largeProgram = 16 << 20
 )
@@ -103,6 +110,7 @@ type guesser struct {
 	ranked   []bool       // by content: it has all its ranks
 	seen     map[int]bool // inodes of programs looked into
 	names    []string     // of programs looked into
+	served   []string     // paths that configuration names
 	programs []int        // inodes of programs whose code has no ranks yet
 	code     []int        // the same of libraries
 	pythons  []pythonRun
@@ -231,10 +239,10 @@ func (g *guesser) command() {
 			}
 		}
 	}
-	// What scripts mention comes after all that is sure.
-	for _, word := range scripts {
-		if p, inode, ok := g.find(word, dir); ok {
-			g.program(p, inode)
+	// What scripts mention comes after all that is sure, and what scripts among that mention after it.
+	for i := 0; i < min(len(scripts), maxWords); i++ {
+		if p, inode, ok := g.find(scripts[i], dir); ok {
+			scripts = append(scripts, g.program(p, inode)...)
 		}
 	}
 }
@@ -258,7 +266,7 @@ func (g *guesser) program(p string, inode int) (mentions []string) {
 		g.language(path.Base(p))
 		g.names = append(g.names, path.Base(p))
 		g.elf(p, r, inode)
-		if size > smallProgram {
+		if size > smallProgram && !(size <= largeShell && strings.HasSuffix(p, "sh")) {
 			g.programs = append(g.programs, inode)
 			return nil
 		}

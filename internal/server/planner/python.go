@@ -3,6 +3,7 @@ package planner
 import (
 	"bytes"
 	"io"
+	"maps"
 	"path"
 	"slices"
 	"strings"
@@ -18,6 +19,8 @@ const (
 	maxModules     = 4000
 	maxModuleBytes = 48 << 20 // of text that is looked into
 	maxModuleText  = 1 << 20  // of one module; a longer one imports what is not followed
+	// wholeExtension is what an extension may have, bytes, to be ranked whole: to begin it runs most of its code.
+	wholeExtension = 2 << 20
 )
 
 // pythonRun is what a command has Python run: a script, or a module.
@@ -47,7 +50,7 @@ func (g *guesser) python() {
 			sites = append(sites, path.Join("/", d, "../lib", version, "site-packages"))
 		}
 	}
-	m := &modules{g: g, dirs: dirs, listed: map[string]map[string]module{}, done: map[string]bool{}}
+	m := &modules{g: g, dirs: dirs, listed: map[string]map[string]module{}, done: map[string]bool{}, extended: map[string]bool{}}
 	for _, name := range pythonStart {
 		m.load(name)
 	}
@@ -74,6 +77,7 @@ func (g *guesser) python() {
 		}
 		m.dirs = m.dirs[len(front):]
 	}
+	m.siblings(lib)
 }
 
 // pythonLibrary is the directory of Python's standard library, such as /usr/lib/python3.11; "" if
@@ -104,6 +108,24 @@ type modules struct {
 	listed map[string]map[string]module // by directory and name
 	done   map[string]bool              // by full name
 	bytes  int64
+
+	extended map[string]bool // directories that have extensions which have been imported
+}
+
+// siblings ranks the extensions that lie next to those that have been imported, unless that is in lib: one that is compiled
+// imports others, and has no text that says so.
+func (m *modules) siblings(lib string) {
+	for _, dir := range slices.Sorted(maps.Keys(m.extended)) {
+		if strings.HasPrefix(dir, lib+"/lib-dynload") {
+			continue
+		}
+		list := m.list(dir)
+		for _, name := range slices.Sorted(maps.Keys(list)) {
+			if one := list[name]; one.lib >= 0 {
+				m.extension(path.Join(dir, name), one.lib, dir+"/"+name)
+			}
+		}
+	}
 }
 
 // module is what a directory has of one name; -1: nothing of that kind.
@@ -207,7 +229,11 @@ func (m *modules) first(full string) bool {
 
 func (m *modules) extension(p string, inode int, full string) {
 	if m.first(full) {
+		if m.g.t.Inodes[inode].Size <= wholeExtension {
+			m.g.rank(inode)
+		}
 		m.g.library(p, inode)
+		m.extended[path.Dir(p)] = true
 	}
 }
 

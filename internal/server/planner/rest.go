@@ -123,7 +123,8 @@ func (g *guesser) libraries() {
 }
 
 // applications are the directories of what the image was made for: its working
-// directory, and those that its command names.
+// directory, those that its command and the configuration of its programs name, and those to which
+// these link.
 func (g *guesser) applications() []string {
 	var dirs []string
 	add := func(p string) {
@@ -148,13 +149,28 @@ func (g *guesser) applications() []string {
 			add(path.Dir(word))
 		}
 	}
+	for _, p := range g.served {
+		add(p)
+	}
+	for _, dir := range slices.Clone(dirs) {
+		i, _ := g.t.Resolve(dir)
+		for _, d := range g.t.Children(i) {
+			if target := g.t.Inodes[d.Inode].Target; g.t.Inodes[d.Inode].IsSymlink() && strings.HasPrefix(target, "/") && len(dirs) < maxApplications {
+				add(path.Dir(target))
+			}
+		}
+	}
 	return dirs
 }
+
+const maxApplications = 100
 
 // systemDirs hold much more than one application.
 var systemDirs = []string{
 	"/", "/bin", "/sbin", "/lib", "/usr", "/usr/bin", "/usr/sbin", "/usr/lib", "/usr/local", "/usr/local/bin",
 	"/usr/local/sbin", "/etc", "/var", "/opt", "/home", "/root", "/tmp", "/usr/share",
+	"/var/lib", "/var/log", "/var/run", "/var/cache", "/var/tmp", "/run", "/dev", "/proc", "/sys", "/boot", "/usr/lib/x86_64-linux-gnu",
+	"/usr/lib/aarch64-linux-gnu", "/lib/x86_64-linux-gnu", "/usr/include", "/usr/share/doc", "/usr/share/man", "/usr/src",
 }
 
 // matchDir matches a directory with a pattern: the "*" at its start stands for
