@@ -13,7 +13,10 @@ import (
 //
 // Errors: ErrNoPlatform; ErrRefused when the entry is not of an image.
 func Choose(x *ocispec.Index, p ocispec.Platform) (ocispec.Descriptor, error) {
-	match := platforms.Only(p)
+	match, err := matcher(p)
+	if err != nil {
+		return ocispec.Descriptor{}, err
+	}
 	var best *ocispec.Descriptor
 	for i := range x.Manifests {
 		d := &x.Manifests[i]
@@ -39,11 +42,24 @@ func Choose(x *ocispec.Index, p ocispec.Platform) (ocispec.Descriptor, error) {
 //
 // Errors: ErrNoPlatform.
 func Fits(d ocispec.Descriptor, c *ocispec.Image, p ocispec.Platform) error {
-	if d.Platform == nil && !platforms.Only(p).Match(c.Platform) {
-		return fmt.Errorf("%w: the index has nothing for %s, only %s, which is of %s; ask for another platform",
+	if d.Platform != nil {
+		return nil
+	}
+	match, err := matcher(p)
+	if err == nil && !match.Match(c.Platform) {
+		err = fmt.Errorf("%w: the index has nothing for %s, only %s, which is of %s; ask for another platform",
 			ErrNoPlatform, platforms.Format(p), d.Digest, platforms.Format(c.Platform))
 	}
-	return nil
+	return err
+}
+
+// matcher is containerd's for a platform. It is as large as the number of the variant, which
+// comes from the other side of a connection.
+func matcher(p ocispec.Platform) (platforms.MatchComparer, error) {
+	if len(p.Variant) > len("v8.9") {
+		return nil, fmt.Errorf("%w: there is no variant %.20q of %s; ask for another platform", ErrNoPlatform, p.Variant, p.Architecture)
+	}
+	return platforms.Only(p), nil
 }
 
 // Own is the platform of this machine.

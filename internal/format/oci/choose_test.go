@@ -79,6 +79,7 @@ func TestChooseIsContainerds(t *testing.T) {
 			OS:           rapid.SampledFrom([]string{"linux", "linux", "linux", "windows", "unknown", ""}).Draw(t, "os"),
 			Architecture: rapid.SampledFrom([]string{"amd64", "x86_64", "386", "arm64", "aarch64", "arm", "unknown", ""}).Draw(t, "architecture"),
 			Variant:      rapid.SampledFrom([]string{"", "", "v1", "v2", "v3", "v5", "v6", "v7", "v8", "v8.2", "v9"}).Draw(t, "variant"),
+			OSFeatures:   rapid.SampledFrom([][]string{nil, nil, nil, {"a"}, {"a", "b"}}).Draw(t, "features"),
 		}
 		return p
 	})
@@ -87,6 +88,7 @@ func TestChooseIsContainerds(t *testing.T) {
 			OS:           "linux",
 			Architecture: rapid.SampledFrom([]string{"amd64", "arm64", "arm", "386"}).Draw(t, "wanted"),
 			Variant:      rapid.SampledFrom([]string{"", "v2", "v7", "v8", "v9"}).Draw(t, "wanted variant"),
+			OSFeatures:   rapid.SampledFrom([][]string{nil, nil, {"a", "b"}}).Draw(t, "wanted features"),
 		}
 		s := blobs{}
 		var x ocispec.Index
@@ -145,4 +147,31 @@ func TestChooseRefuses(t *testing.T) {
 			wanted(t, err, test.want)
 		})
 	}
+}
+
+// Whoever asks a server chooses the platform.
+func FuzzChoose(f *testing.F) {
+	s := blobs{}
+	d := s.manifest(oci.Own(), "x")
+	unnamed, named := d, d
+	named.Platform = &ocispec.Platform{OS: "linux", Architecture: "arm64", Variant: "v8"}
+	x := &ocispec.Index{Manifests: []ocispec.Descriptor{unnamed, named}}
+	f.Add("linux", "amd64", "")
+	f.Add("linux", "arm64", "v8")
+	f.Add("windows(10.0)", "amd64", "v3")
+	f.Add("linux", "amd64", "v9223372036854775807")
+	f.Add("linux", "arm", "999999999")
+	f.Fuzz(func(t *testing.T, os, architecture, variant string) {
+		p := ocispec.Platform{OS: os, Architecture: architecture, Variant: variant}
+		d, err := oci.Choose(x, p)
+		if err != nil && !errors.Is(err, oci.ErrRefused) {
+			t.Fatal(err)
+		}
+		if err := oci.Fits(unnamed, &ocispec.Image{}, p); err != nil && !errors.Is(err, oci.ErrNoPlatform) {
+			t.Fatal(err)
+		}
+		if err == nil && d.Digest != named.Digest {
+			t.Fatalf("%+v", d)
+		}
+	})
 }
