@@ -90,7 +90,7 @@ func TestDocuments(t *testing.T) {
 			if !errors.Is(err, c.is) || !strings.Contains(err.Error(), c.want) || len(got) != 1 {
 				t.Errorf("%d sections, %v; want %v with %q", len(got), err, c.is, c.want)
 			}
-			if errors.Is(err, bundle.ErrCorrupt) != (c.is == lied) {
+			if errors.Is(err, bundle.ErrCorrupt) != errors.Is(c.is, lied) {
 				t.Errorf("%v: whose fault is it?", err)
 			}
 		})
