@@ -8,7 +8,6 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
-
 	"golang.org/x/sys/unix"
 
 	"hydrofoil.dev/foil/internal/server/layer/layertest"
