@@ -72,9 +72,11 @@ func DiskReadAhead(path string) (int, error) {
 	return strconv.Atoi(strings.TrimSpace(string(text)))
 }
 
-// MountErofs mounts read-only. Set-user-ID bits and device nodes work in the
-// mount: containers need them. Under SELinux the files get the label that lets containers
-// read them. The error holds what the kernel logged.
+// MountErofs mounts read-only, and without set-user-ID bits, file capabilities and device
+// nodes: an image of anybody's is no way to root, or to a disk, for who can reach the
+// mount. An overlay on it has mount flags of its own: in a container they work.
+// Under SELinux the files get the label that lets containers read them. The error holds
+// what the kernel logged.
 func MountErofs(e Erofs) error {
 	what := fmt.Sprintf("mount EROFS image %s at %s", e.Image, e.Target)
 	source, devices := e.Image, e.Devices
@@ -131,7 +133,7 @@ func MountErofs(e Erofs) error {
 		flags = moveMountBeneath
 	}
 	mount := func() error {
-		return mountMoved("erofs", e.Target, options, unix.MOUNT_ATTR_RDONLY|unix.MOUNT_ATTR_NOATIME, flags, create)
+		return mountMoved("erofs", e.Target, options, unix.MOUNT_ATTR_RDONLY|unix.MOUNT_ATTR_NOATIME|powerless, flags, create)
 	}
 	err := mount()
 	for try := time.Duration(1); errors.Is(err, errWhichBDI) && try <= 30; try++ {
@@ -150,6 +152,18 @@ func MountErofs(e Erofs) error {
 		return fmt.Errorf("%s: this kernel mounts EROFS from block devices only; file-backed mounts need Linux 6.12: %w", what, err)
 	}
 	return fmt.Errorf("%s: %w", what, err)
+}
+
+// powerless are the attributes of mounts in which files give nobody any rights.
+const powerless = unix.MOUNT_ATTR_NOSUID | unix.MOUNT_ATTR_NODEV
+
+// Restrict takes from a mount that an earlier version has made what MountErofs gives none.
+func Restrict(target string) error {
+	attr := unix.MountAttr{Attr_set: powerless}
+	if err := unix.MountSetattr(unix.AT_FDCWD, target, unix.AT_SYMLINK_NOFOLLOW, &attr); err != nil {
+		return fmt.Errorf("mount %s anew, nosuid and nodev: %w", target, err)
+	}
+	return nil
 }
 
 // SetErofsDirect makes the EROFS filesystem that is mounted at target read its

@@ -47,7 +47,9 @@
 //	          the same, three empty blocks if none; config: the same; chain ID;
 //	          digest of the TOC
 //
-// Manifest, index and config are the exact bytes that their digests name.
+// Manifest, index and config are the exact bytes that their digests name. The index is there when
+// the reference names one, and the manifest is the one that package oci chooses from it for the
+// platform of the request: a reader refuses another.
 //
 // Startup is the startup set of an image, or what the worker lacks of it: page
 // runs of contents, in frames. The payload is
@@ -113,8 +115,8 @@ import (
 	"fmt"
 
 	"github.com/opencontainers/go-digest"
-	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
+	"hydrofoil.dev/foil/internal/format/oci"
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/format/toc"
 )
@@ -147,7 +149,7 @@ const (
 // Limits on what a reader takes, in bytes.
 const (
 	MaxHello    = 4 << 10
-	MaxManifest = 4 << 20 // a manifest, an index or a config
+	MaxManifest = oci.MaxDocument // a manifest, an index or a config
 	MaxImage    = 256 << 20
 	MaxPlan     = 64 << 20
 	MaxStartup  = 64 << 20
@@ -296,16 +298,4 @@ func (p *Plan) Check(t *toc.TOC) error {
 		}
 	}
 	return nil
-}
-
-// platformString names a platform in messages.
-func platformString(p *ocispec.Platform) string {
-	if p == nil {
-		return "the server's platform"
-	}
-	s := p.OS + "/" + p.Architecture
-	if p.Variant != "" {
-		s += "/" + p.Variant
-	}
-	return s
 }

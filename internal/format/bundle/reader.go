@@ -10,11 +10,13 @@ import (
 	"io"
 	"slices"
 
+	"github.com/containerd/platforms"
 	"github.com/opencontainers/go-digest"
 	"github.com/opencontainers/image-spec/identity"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
 	"hydrofoil.dev/foil/internal/format/columns"
+	"hydrofoil.dev/foil/internal/format/oci"
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/format/toc"
 	"hydrofoil.dev/foil/internal/format/trace"
@@ -77,7 +79,8 @@ func (r *Reader) Bytes() int64 { return r.bytes }
 // Errors: io.EOF after the End section; *Error for an Error section;
 // io.ErrUnexpectedEOF, wrapped, for a stream that was cut; ErrCorrupt, wrapped,
 // for one that breaks the rules or whose bytes are not those of their digests;
-// or the underlying reader's.
+// oci.ErrRefused, wrapped, for an image that is none by its own documents; or the
+// underlying reader's.
 func (r *Reader) Next() (any, error) {
 	for r.err == nil {
 		var s any
@@ -253,7 +256,11 @@ func (r *Reader) readImage(length int64) (*Image, error) {
 	}
 	corrupt := func(err error) error {
 		want := r.o.Request.Image
-		return fmt.Errorf("%w: image %s:%s: %w", ErrCorrupt, want.Repository, want.Reference, err)
+		err = fmt.Errorf("image %s:%s: %w", want.Repository, want.Reference, err)
+		if errors.Is(err, oci.ErrRefused) {
+			return err
+		}
+		return fmt.Errorf("%w: %w", ErrCorrupt, err)
 	}
 	if err := m.verify(r.o.Request, length > column); err != nil {
 		return nil, corrupt(err)
@@ -307,8 +314,12 @@ func (r *Reader) decodeImage(column []byte, rest int64) (*Image, error) {
 	return m, nil
 }
 
-// verify checks every digest from the reference down to the chain ID, and that the
-// TOC is here unless it is to come.
+// verify checks every document from the reference down to the chain ID, that the manifest
+// is the one that the worker's own platform takes from the index, and that the TOC is here
+// unless it is to come.
+//
+// Errors: oci.ErrRefused when there is no lazy image by these documents, whoever sends
+// them; others when the server has sent something else than they name.
 func (m *Image) verify(req *Request, comes bool) error {
 	blobs := []*Blob{&m.Manifest, &m.Config}
 	named := m.Manifest.Digest // what the reference resolved to
@@ -324,35 +335,24 @@ func (m *Image) verify(req *Request, comes bool) error {
 			return fmt.Errorf("%s has digest %s, want %s", b.MediaType, got, b.Digest)
 		}
 	}
-	want := req.Image
-	if d := digest.Digest(want.Reference); d.Validate() == nil && d != named {
+	if d := digest.Digest(req.Image.Reference); d.Validate() == nil && d != named {
 		return fmt.Errorf("got %s, asked for %s", named, d)
 	}
-	if m.Chosen != nil {
-		var index ocispec.Index
-		if err := json.Unmarshal(m.Chosen.Bytes, &index); err != nil {
-			return fmt.Errorf("index %s: %w", m.Chosen.Digest, err)
-		}
-		if !slices.ContainsFunc(index.Manifests, func(d ocispec.Descriptor) bool { return d.Digest == m.Manifest.Digest }) {
-			return fmt.Errorf("index %s does not list %s (for %s)", m.Chosen.Digest, m.Manifest.Digest, platformString(want.Platform))
-		}
-	}
-	var manifest ocispec.Manifest
-	if err := json.Unmarshal(m.Manifest.Bytes, &manifest); err != nil {
+	manifest, err := oci.ReadManifest(m.Manifest.MediaType, m.Manifest.Bytes)
+	if err != nil {
 		return fmt.Errorf("manifest %s: %w", m.Manifest.Digest, err)
 	}
 	if manifest.Config.Digest != m.Config.Digest {
 		return fmt.Errorf("config %s, the manifest says %s", m.Config.Digest, manifest.Config.Digest)
 	}
-	var config ocispec.Image
-	if err := json.Unmarshal(m.Config.Bytes, &config); err != nil {
-		return fmt.Errorf("config %s: %w", m.Config.Digest, err)
+	config, err := oci.ReadConfig(manifest, m.Config.MediaType, m.Config.Bytes)
+	if err != nil {
+		return err
 	}
-	diffIDs := config.RootFS.DiffIDs
-	if len(diffIDs) == 0 || len(diffIDs) != len(manifest.Layers) {
-		return fmt.Errorf("config %s names %d layers, the manifest %d", m.Config.Digest, len(diffIDs), len(manifest.Layers))
+	if err := m.verifyChosen(req.Image.Platform, config); err != nil {
+		return err
 	}
-	if got := identity.ChainID(diffIDs); got != m.ChainID {
+	if got := identity.ChainID(config.RootFS.DiffIDs); got != m.ChainID {
 		return fmt.Errorf("chain ID %s, the config says %s", m.ChainID, got)
 	}
 	if err := m.TOCDigest.Validate(); err != nil {
@@ -362,6 +362,34 @@ func (m *Image) verify(req *Request, comes bool) error {
 		return fmt.Errorf("TOC %s was left out, and the worker does not have it", m.TOCDigest)
 	}
 	return nil
+}
+
+// verifyChosen checks that the index, if there is one, has this manifest for a platform;
+// nil: for this machine's.
+func (m *Image) verifyChosen(platform *ocispec.Platform, config *ocispec.Image) error {
+	if m.Chosen == nil {
+		return nil
+	}
+	p := oci.Own()
+	if platform != nil {
+		p = *platform
+	}
+	index, err := oci.ReadIndex(m.Chosen.MediaType, m.Chosen.Bytes)
+	if err != nil {
+		return fmt.Errorf("index %s: %w", m.Chosen.Digest, err)
+	}
+	want, err := oci.Choose(index, p)
+	if err != nil {
+		return fmt.Errorf("index %s: %w", m.Chosen.Digest, err)
+	}
+	if want.Digest != m.Manifest.Digest {
+		return fmt.Errorf("the server has chosen %s from index %s, which has %s for %s: ask for that, or upgrade the server if it is older than this foil",
+			m.Manifest.Digest, m.Chosen.Digest, want.Digest, platforms.Format(p))
+	}
+	if err := oci.Describes(want, m.Manifest.MediaType, m.Manifest.Bytes); err != nil {
+		return fmt.Errorf("index %s: %w", m.Chosen.Digest, err)
+	}
+	return oci.Fits(want, config, p)
 }
 
 func (r *Reader) decodePlan(payload []byte) (*Plan, error) {

@@ -116,8 +116,8 @@ type ImageRequest struct {
 	// /v2/<repository>/manifests/<reference>; a reference is a tag or a digest.
 	Repository string `json:"repository"`
 	Reference  string `json:"reference"`
-	// Platform selects from an index; nil means linux on the server's own
-	// architecture.
+	// Platform selects from an index, as oci.Choose does; nil, as older workers say, means linux
+	// on the server's own architecture.
 	Platform *ocispec.Platform `json:"platform,omitempty"`
 	// Header, when true, ends the stream after the plan of no frames: only
 	// manifest, config and TOC are wanted, and the startup set if Startup says so:

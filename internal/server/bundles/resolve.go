@@ -2,7 +2,6 @@ package bundles
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -14,6 +13,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/format/oci"
 	"hydrofoil.dev/foil/internal/server/catalog"
 	"hydrofoil.dev/foil/internal/server/objects"
 )
@@ -38,13 +38,6 @@ type Layer struct {
 	Size      int64
 }
 
-// Media types of other times that mean the same as OCI's.
-const (
-	dockerManifest = "application/vnd.docker.distribution.manifest.v2+json"
-	dockerList     = "application/vnd.docker.distribution.manifest.list.v2+json"
-	dockerConfig   = "application/vnd.docker.container.image.v1+json"
-)
-
 func ref(repository, reference string) string {
 	if digest.Digest(reference).Validate() == nil {
 		return repository + "@" + reference
@@ -67,38 +60,49 @@ func resolve(ctx context.Context, cat catalog.Repositories, store objects.Store,
 	if err != nil {
 		return nil, notFound(err, "there is no such manifest; push the image, or check the name")
 	}
-	if isIndex(m) {
-		r.Chosen = &bundle.Blob{Digest: m.Digest, MediaType: m.MediaType, Bytes: m.Bytes}
-		if d, err = choose(m, want.Platform); err != nil {
-			return nil, err
-		}
-		if m, err = cat.Manifest(ctx, want.Repository, d); err != nil {
-			return nil, notFound(err, fmt.Sprintf("manifest %s, which its index lists, is not in the repository", d))
-		}
+	var entry ocispec.Descriptor // of the index
+	p := ocispec.Platform{OS: "linux", Architecture: runtime.GOARCH}
+	if want.Platform != nil {
+		p = *want.Platform
 	}
-	if m.MediaType != ocispec.MediaTypeImageManifest && m.MediaType != dockerManifest {
-		return nil, unsupported("manifest %s has media type %q, which is no image", m.Digest, m.MediaType)
+	if oci.IsIndex(m.MediaType) {
+		r.Chosen = &bundle.Blob{Digest: m.Digest, MediaType: m.MediaType, Bytes: m.Bytes}
+		if entry, err = choose(m, p); err != nil {
+			return nil, noBundle("index "+m.Digest.String(), err)
+		}
+		if m, err = cat.Manifest(ctx, want.Repository, entry.Digest); err != nil {
+			return nil, notFound(err, fmt.Sprintf("manifest %s, which its index lists, is not in the repository", entry.Digest))
+		}
+		if err := oci.Describes(entry, m.MediaType, m.Bytes); err != nil {
+			return nil, noBundle("index "+r.Chosen.Digest.String(), err)
+		}
 	}
 	r.Manifest = bundle.Blob{Digest: m.Digest, MediaType: m.MediaType, Bytes: m.Bytes}
-	return r, r.resolveManifest(ctx, cat, store)
+	if err := r.resolveManifest(ctx, cat, store); err != nil {
+		return nil, err
+	}
+	if r.Chosen != nil {
+		if err := oci.Fits(entry, &r.Image, p); err != nil {
+			return nil, noBundle("index "+r.Chosen.Digest.String(), err)
+		}
+	}
+	return r, nil
 }
 
 func (r *Resolved) resolveManifest(ctx context.Context, cat catalog.Repositories, store objects.Store) error {
-	var manifest ocispec.Manifest
-	if err := json.Unmarshal(r.Manifest.Bytes, &manifest); err != nil {
-		return unsupported("manifest %s: %v", r.Manifest.Digest, err)
+	about := "manifest " + r.Manifest.Digest.String()
+	manifest, err := oci.ReadManifest(r.Manifest.MediaType, r.Manifest.Bytes)
+	if err != nil {
+		return noBundle(about, err)
 	}
 	c := manifest.Config
-	if c.MediaType != ocispec.MediaTypeImageConfig && c.MediaType != dockerConfig {
-		return unsupported("manifest %s has a config of type %q: it is an artifact and no image", r.Manifest.Digest, c.MediaType)
-	}
 	blobs, errs := blobsOf(ctx, cat, r.Repository, append([]ocispec.Descriptor{c}, manifest.Layers...))
 	blob, err := blobs[0], errs[0]
 	if err != nil {
 		return notFound(err, fmt.Sprintf("config %s is not in the repository; push the image again", c.Digest))
 	}
-	if blob.Size > bundle.MaxManifest {
-		return unsupported("config %s has %d bytes, at most %d", c.Digest, blob.Size, bundle.MaxManifest)
+	if blob.Size != c.Size {
+		return otherSize(about, "config", c, blob.Size)
 	}
 	b, err := readObject(ctx, store, catalog.BlobKey(c.Digest), bundle.MaxManifest)
 	if err == nil && c.Digest.Algorithm().FromBytes(b) != c.Digest {
@@ -112,18 +116,20 @@ func (r *Resolved) resolveManifest(ctx context.Context, cat catalog.Repositories
 		return fmt.Errorf("read config %s: %w", c.Digest, err)
 	}
 	r.Config = bundle.Blob{Digest: c.Digest, MediaType: c.MediaType, Bytes: b}
-	if err := json.Unmarshal(b, &r.Image); err != nil {
-		return unsupported("config %s: %v", c.Digest, err)
+	config, err := oci.ReadConfig(manifest, c.MediaType, b)
+	if err != nil {
+		return noBundle(about, err)
 	}
-	diffIDs := r.Image.RootFS.DiffIDs
-	if len(diffIDs) == 0 || len(diffIDs) != len(manifest.Layers) {
-		return unsupported("config %s names %d layers, manifest %s %d", c.Digest, len(diffIDs), r.Manifest.Digest, len(manifest.Layers))
-	}
+	r.Image = *config
+	diffIDs := config.RootFS.DiffIDs
 	for i, l := range manifest.Layers {
-		if err := diffIDs[i].Validate(); err != nil {
-			return unsupported("config %s: layer %d: %v", c.Digest, i, err)
-		}
 		blob, err := blobs[1+i], errs[1+i]
+		if errors.Is(err, catalog.ErrNotFound) && oci.Foreign(l) {
+			return unsupported("layer %s is foreign: it is not in the repository, and servers do not fetch what is elsewhere; pull the image the plain way, or push it with that layer (with docker: --allow-nondistributable-artifacts)", l.Digest)
+		}
+		if err == nil && blob.Size != l.Size {
+			return otherSize(about, "layer", l, blob.Size)
+		}
 		if err != nil {
 			return notFound(err, fmt.Sprintf("layer %s is not in the repository; push the image again", l.Digest))
 		}
@@ -157,39 +163,13 @@ func blobsOf(ctx context.Context, cat catalog.Repositories, repository string, l
 	return blobs, errs
 }
 
-func isIndex(m catalog.Manifest) bool {
-	return m.MediaType == ocispec.MediaTypeImageIndex || m.MediaType == dockerList
-}
-
-// choose picks the first manifest of an index for the platform.
-func choose(m catalog.Manifest, want *ocispec.Platform) (digest.Digest, error) {
-	var index ocispec.Index
-	if err := json.Unmarshal(m.Bytes, &index); err != nil {
-		return "", unsupported("index %s: %v", m.Digest, err)
+// choose picks the manifest of an index for a platform.
+func choose(m catalog.Manifest, want ocispec.Platform) (ocispec.Descriptor, error) {
+	index, err := oci.ReadIndex(m.MediaType, m.Bytes)
+	if err != nil {
+		return ocispec.Descriptor{}, err
 	}
-	if want == nil {
-		want = &ocispec.Platform{OS: "linux", Architecture: runtime.GOARCH}
-	}
-	for _, d := range index.Manifests {
-		p := d.Platform
-		if p != nil && p.OS == want.OS && p.Architecture == want.Architecture && variant(p) == variant(want) {
-			return d.Digest, nil
-		}
-	}
-	// A variant that was not asked for is better than nothing.
-	for _, d := range index.Manifests {
-		if p := d.Platform; p != nil && p.OS == want.OS && p.Architecture == want.Architecture && want.Variant == "" {
-			return d.Digest, nil
-		}
-	}
-	return "", &bundle.Error{Code: bundle.CodeNotFound, Message: fmt.Sprintf("its index has nothing for %s; ask for another platform", platform(want))}
-}
-
-func variant(p *ocispec.Platform) string {
-	if p.Architecture == "arm64" && p.Variant == "" {
-		return "v8"
-	}
-	return p.Variant
+	return oci.Choose(index, want)
 }
 
 func platform(p *ocispec.Platform) string {
@@ -198,6 +178,19 @@ func platform(p *ocispec.Platform) string {
 		s += "/" + p.Variant
 	}
 	return s
+}
+
+// noBundle says what an image's documents lack for a bundle.
+func noBundle(about string, err error) error {
+	code := bundle.CodeUnsupported
+	if errors.Is(err, oci.ErrNoPlatform) {
+		code = bundle.CodeNotFound
+	}
+	return &bundle.Error{Code: code, Message: fmt.Sprintf("%s: %v", about, err)}
+}
+
+func otherSize(about, what string, d ocispec.Descriptor, got int64) error {
+	return unsupported("%s: %s %s has %d bytes, and the manifest says %d: push an image that is right", about, what, d.Digest, got, d.Size)
 }
 
 func unsupported(format string, args ...any) error {

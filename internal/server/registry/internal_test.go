@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/opencontainers/go-digest"
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
 	"hydrofoil.dev/foil/internal/server/leftover"
 )
@@ -31,10 +32,11 @@ func FuzzParseManifest(f *testing.F) {
 		}
 		all := append(refs.blobs, refs.any...)
 		if m.Subject != "" {
-			all = append(all, m.Subject)
+			all = append(all, ocispec.Descriptor{Digest: m.Subject})
 		}
-		for _, d := range all {
+		for _, descriptor := range all {
 			// Each becomes part of a key in the object store.
+			d := descriptor.Digest
 			if d.Validate() != nil || checkAlgorithm(d.Algorithm()) != nil {
 				t.Fatalf("%q is taken for a digest", d)
 			}

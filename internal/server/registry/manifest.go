@@ -3,23 +3,16 @@ package registry
 import (
 	"encoding/json"
 	"mime"
-	"strings"
 
-	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
+	"hydrofoil.dev/foil/internal/format/oci"
 	"hydrofoil.dev/foil/internal/server/catalog"
 )
 
-// Media types whose form is known. Manifests of other types are stored as they
-// are; what they refer to is checked as far as they use the OCI fields.
-const (
-	dockerManifest = "application/vnd.docker.distribution.manifest.v2+json"
-	dockerList     = "application/vnd.docker.distribution.manifest.list.v2+json"
-)
-
 // manifestFields are the fields of images, indexes and artifacts that refer to
-// something.
+// something. Manifests of types that package oci does not know are stored as they
+// are; what they refer to is checked as far as they use the OCI fields.
 type manifestFields struct {
 	MediaType    string               `json:"mediaType"`
 	ArtifactType string               `json:"artifactType"`
@@ -33,10 +26,13 @@ type manifestFields struct {
 
 // references is what a manifest needs to have in its repository.
 type references struct {
-	blobs []digest.Digest
+	blobs []ocispec.Descriptor
 	// any may be manifests or blobs: indexes refer to manifests, but build
 	// caches use them for layers.
-	any []digest.Digest
+	any []ocispec.Descriptor
+	// sized says that they must have the sizes that the manifest says: no client could
+	// pull it otherwise. What fields of unknown types of manifests mean is not known.
+	sized bool
 }
 
 // ParseManifest reads a manifest that came from another registry with that
@@ -63,9 +59,8 @@ func parseManifest(b []byte, contentType string) (catalog.Manifest, references, 
 	}
 	var f manifestFields
 	err := json.Unmarshal(b, &f)
-	known := isImage(m.MediaType) || isIndex(m.MediaType)
 	if err != nil {
-		if known || m.MediaType == "" {
+		if oci.IsManifest(m.MediaType) || oci.IsIndex(m.MediaType) || m.MediaType == "" {
 			return fail("the manifest is not the JSON it should be: %v", err)
 		}
 		return m, references{}, nil // another format: nothing to check
@@ -80,38 +75,34 @@ func parseManifest(b []byte, contentType string) (catalog.Manifest, references, 
 		return fail("the manifest has no media type: push it with a Content-Type")
 	}
 
-	var refs references
-	// A manifest that is an image to one client and an index to another one
+	// A document that is an image to one client and something else to another one
 	// would be two things with one digest.
-	switch {
-	case isImage(m.MediaType):
-		if len(f.Manifests) > 0 {
-			return fail("an image manifest has no list of manifests")
-		}
-		if f.Config == nil {
-			return fail("an image manifest wants a config")
-		}
-	case isIndex(m.MediaType):
-		if len(f.Layers) > 0 || f.Config != nil {
-			return fail("an index has no config and no layers")
+	known := oci.IsManifest(m.MediaType) || oci.IsIndex(m.MediaType)
+	if known {
+		if err := oci.Check(m.MediaType, b); err != nil {
+			return fail("%v", err)
 		}
 	}
-	check := func(what string, d ocispec.Descriptor, to *[]digest.Digest) error {
+	if oci.IsManifest(m.MediaType) && f.Config == nil {
+		return fail("an image manifest wants a config")
+	}
+	refs := references{sized: known}
+	check := func(what string, d ocispec.Descriptor, to *[]ocispec.Descriptor) error {
 		if _, err := parseDigest(d.Digest.String()); err != nil {
 			return errorf(manifestInvalid, "%s: %v", what, err)
 		}
-		if d.Size < 0 {
+		if d.Size < 0 || d.Size > oci.MaxLayer {
 			return errorf(manifestInvalid, "%s %s has the size %d", what, d.Digest, d.Size)
 		}
-		if to != nil && !elsewhere(d) {
-			*to = append(*to, d.Digest)
+		if to != nil && !oci.Foreign(d) {
+			*to = append(*to, d)
 		}
 		return nil
 	}
 	type part struct {
 		what string
 		of   []ocispec.Descriptor
-		to   *[]digest.Digest
+		to   *[]ocispec.Descriptor
 	}
 	parts := []part{
 		{"layer", f.Layers, &refs.blobs},
@@ -138,27 +129,11 @@ func parseManifest(b []byte, contentType string) (catalog.Manifest, references, 
 	}
 	m.Annotations = f.Annotations
 	m.ArtifactType = f.ArtifactType
-	if m.ArtifactType == "" && f.Config != nil && !isIndex(m.MediaType) {
+	if m.ArtifactType == "" && f.Config != nil && !oci.IsIndex(m.MediaType) {
 		m.ArtifactType = f.Config.MediaType
 	}
 	if f.Subject != nil {
 		m.Subject = f.Subject.Digest
 	}
 	return m, refs, nil
-}
-
-func isImage(mediaType string) bool {
-	return mediaType == ocispec.MediaTypeImageManifest || mediaType == dockerManifest
-}
-
-func isIndex(mediaType string) bool {
-	return mediaType == ocispec.MediaTypeImageIndex || mediaType == dockerList
-}
-
-// elsewhere reports whether a descriptor is of something that clients fetch
-// from where it says, not from a registry.
-func elsewhere(d ocispec.Descriptor) bool {
-	return len(d.URLs) > 0 ||
-		strings.HasPrefix(d.MediaType, "application/vnd.oci.image.layer.nondistributable.") ||
-		strings.HasPrefix(d.MediaType, "application/vnd.docker.image.rootfs.foreign.")
 }

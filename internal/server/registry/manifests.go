@@ -1,6 +1,7 @@
 package registry
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"io"
@@ -9,6 +10,7 @@ import (
 	"time"
 
 	"github.com/opencontainers/go-digest"
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
 	"hydrofoil.dev/foil/internal/server/catalog"
 )
@@ -113,24 +115,36 @@ func (r *Registry) putManifest(w http.ResponseWriter, req *http.Request, name, a
 // checkReferences sees to it that the repository has everything that a
 // manifest refers to.
 func (r *Registry) checkReferences(ctx context.Context, name string, refs references) error {
-	missing := func(d digest.Digest, what string) error {
-		return errorf(manifestRefUnknown, "the manifest refers to %s, and repository %s has no such %s: push it first", d, name, what)
+	missing := func(d ocispec.Descriptor, what string) error {
+		return errorf(manifestRefUnknown, "the manifest refers to %s, and repository %s has no such %s: push it first", d.Digest, name, what)
+	}
+	fits := func(d ocispec.Descriptor, size int64) error {
+		if refs.sized && d.Size != size {
+			return errorf(manifestInvalid, "the manifest says that %s has %d bytes, and it has %d: no client could pull it", d.Digest, d.Size, size)
+		}
+		return nil
 	}
 	for _, d := range refs.blobs {
-		if _, err := r.opts.Catalog.Blob(ctx, name, d); errors.Is(err, catalog.ErrNotFound) {
+		b, err := r.opts.Catalog.Blob(ctx, name, d.Digest)
+		if errors.Is(err, catalog.ErrNotFound) {
 			return missing(d, "blob")
-		} else if err != nil {
+		}
+		if err := cmp.Or(err, fits(d, b.Size)); err != nil {
 			return err
 		}
 	}
 	for _, d := range refs.any {
-		_, err := r.opts.Catalog.Manifest(ctx, name, d)
+		m, err := r.opts.Catalog.Manifest(ctx, name, d.Digest)
+		size := int64(len(m.Bytes))
 		if errors.Is(err, catalog.ErrNotFound) {
-			_, err = r.opts.Catalog.Blob(ctx, name, d)
+			var b catalog.Blob
+			b, err = r.opts.Catalog.Blob(ctx, name, d.Digest)
+			size = b.Size
 		}
 		if errors.Is(err, catalog.ErrNotFound) {
 			return missing(d, "manifest")
-		} else if err != nil {
+		}
+		if err := cmp.Or(err, fits(d, size)); err != nil {
 			return err
 		}
 	}

@@ -50,7 +50,7 @@ func TestManifests(t *testing.T) {
 	descriptor := fmt.Sprintf(`{"mediaType":"application/x","digest":"%s","size":2}`, blob)
 	absent := fmt.Sprintf(`{"mediaType":"application/x","digest":"%s","size":2}`, digest.FromString("absent"))
 	image := f.putImage("r", "image", "x")
-	child := fmt.Sprintf(`{"mediaType":"%s","digest":"%s","size":5}`, ocispec.MediaTypeImageManifest, image)
+	child := fmt.Sprintf(`{"mediaType":"%s","digest":"%s","size":%d}`, ocispec.MediaTypeImageManifest, image, len(f.do("GET", "/v2/r/manifests/image", nil).body))
 	foreign := strings.Replace(absent, "application/x", "application/vnd.docker.image.rootfs.foreign.diff.tar.gzip", 1)
 	nondist := strings.Replace(absent, "application/x", "application/vnd.oci.image.layer.nondistributable.v1.tar+gzip", 1)
 	urls := strings.Replace(absent, "}", `,"urls":["https://example.com/x"]}`, 1)
@@ -91,6 +91,13 @@ func TestManifests(t *testing.T) {
 		{what: "image with a bad digest", mediaType: oci, body: `{"config":{"digest":"sha256:x","size":1}}`, code: "MANIFEST_INVALID"},
 		{what: "image with a bad subject", mediaType: oci, body: `{"config":` + descriptor + `,"subject":{"digest":"../x"}}`, code: "MANIFEST_INVALID"},
 		{what: "image with a negative size", mediaType: oci, body: strings.Replace(`{"config":`+descriptor+`}`, `"size":2`, `"size":-2`, 1), code: "MANIFEST_INVALID"},
+		{what: "image with a huge size", mediaType: oci, body: strings.Replace(`{"config":`+descriptor+`}`, `"size":2`, `"size":4611686018427387904`, 1), code: "MANIFEST_INVALID"},
+		{what: "image with a config of another size", mediaType: oci, body: strings.Replace(`{"config":`+descriptor+`}`, `"size":2`, `"size":3`, 1), code: "MANIFEST_INVALID"},
+		{what: "image that only says so, with a negative size", mediaType: "", body: strings.Replace(`{"mediaType":"`+oci+`","config":`+descriptor+`}`, `"size":2`, `"size":-2`, 1), code: "MANIFEST_INVALID"},
+		{what: "image and index at once", mediaType: oci, body: `{"config":` + descriptor + `,"manifests":[]}`, code: "MANIFEST_INVALID"},
+		{what: "image with layers twice", mediaType: oci, body: `{"config":` + descriptor + `,"layers":[],"layers":[` + descriptor + `]}`, code: "MANIFEST_INVALID"},
+		{what: "index with a manifest of another size", mediaType: index, body: `{"manifests":[` + strings.Replace(child, `"size":`, `"size":1`, 1) + `]}`, code: "MANIFEST_INVALID"},
+		{what: "another kind with other sizes", mediaType: "application/x", body: strings.Replace(`{"blobs":[`+descriptor+`]}`, `"size":2`, `"size":3`, 1)},
 		{what: "image with an absent config", mediaType: oci, body: `{"config":` + absent + `}`, code: "MANIFEST_BLOB_UNKNOWN"},
 		{what: "image with an absent layer", mediaType: oci, body: `{"config":` + descriptor + `,"layers":[` + absent + `]}`, code: "MANIFEST_BLOB_UNKNOWN"},
 		{what: "image with a manifest as layer", mediaType: oci, body: `{"config":` + descriptor + `,"layers":[` + child + `]}`, code: "MANIFEST_BLOB_UNKNOWN"},

@@ -184,7 +184,7 @@ func (s *Set) makeDirs(c *Container) error {
 		return err
 	}
 	for _, d := range []string{"rootfs", "upper", "work"} {
-		if err := os.MkdirAll(filepath.Join(c.Dir, d), 0o711); err != nil {
+		if err := os.MkdirAll(filepath.Join(c.Dir, d), 0o700); err != nil {
 			return err
 		}
 	}

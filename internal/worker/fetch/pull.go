@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/format/oci"
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/format/toc"
 	"hydrofoil.dev/foil/internal/format/trace"
@@ -295,7 +296,7 @@ func isFinal(err error) bool {
 	var status *remote.StatusError
 	var said *bundle.Error
 	switch {
-	case errors.As(err, &f):
+	case errors.As(err, &f), errors.Is(err, oci.ErrRefused):
 		return true
 	case errors.As(err, &said):
 		switch said.Code {

@@ -122,8 +122,8 @@ func newImage(t fataler, name string, files ...[]byte) *image {
 	m.Config = jsonBlob(ocispec.MediaTypeImageConfig, ocispec.Image{RootFS: ocispec.RootFS{Type: "layers", DiffIDs: []digest.Digest{diff}}})
 	m.Manifest = jsonBlob(ocispec.MediaTypeImageManifest, ocispec.Manifest{
 		Versioned: specs.Versioned{SchemaVersion: 2},
-		Config:    ocispec.Descriptor{Digest: m.Config.Digest},
-		Layers:    []ocispec.Descriptor{{Digest: diff}},
+		Config:    ocispec.Descriptor{MediaType: m.Config.MediaType, Digest: m.Config.Digest, Size: int64(len(m.Config.Bytes))},
+		Layers:    []ocispec.Descriptor{{MediaType: ocispec.MediaTypeImageLayer, Digest: diff}},
 	})
 	return m
 }

@@ -73,6 +73,10 @@ func New(opts Options, dir string) *Mount {
 func (m *Mount) Found() {
 	_, err := os.Stat(m.path(gatedName))
 	file := m.foundReadAhead()
+	// An earlier version may have made it.
+	if err := kernel.Restrict(m.Point()); err != nil {
+		m.log.Warn("set-user-ID bits and device nodes of an image work below the daemon's root until its host boots again", "error", err)
+	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.mounted, m.gated, m.readAhead = true, err == nil, file

@@ -133,6 +133,8 @@ func (n *Node) OpenBlob(ctx context.Context, name string, blob ocispec.Descripto
 	if err != nil {
 		return nil, fmt.Errorf("fetch blob %s of %s: %w", blob.Digest, name, err)
 	}
+	// Not from its urls: they name whatever host the image's builder chose.
+	blob.URLs = nil
 	body, err := fetcher.Fetch(ctx, blob)
 	if err != nil {
 		return nil, api.Errorf(api.CodeUnavailable, "fetch blob %s of %s: %w", blob.Digest, name, err)

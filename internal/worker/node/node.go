@@ -189,13 +189,17 @@ func New(opts Options) (_ *Node, err error) {
 	return n, nil
 }
 
-// makeRoot makes the directories of a root, and returns its real path.
+// makeRoot makes the directories of a root, and returns its real path. Only root may
+// enter them: below are files of all images, with their set-user-ID bits in the
+// filesystems of containers. Containers in user namespaces need no more, since
+// overlayfs and runtimes open what is here as root. A root that was there keeps its mode:
+// it may be a directory with other things in it.
 func makeRoot(root string) (string, error) {
 	root, err := filepath.Abs(root)
 	if err != nil {
 		return "", err
 	}
-	if err := os.MkdirAll(root, 0o711); err != nil {
+	if err := os.MkdirAll(root, 0o700); err != nil {
 		return "", err
 	}
 	// The kernel lists mounts by their real paths.
@@ -203,7 +207,11 @@ func makeRoot(root string) (string, error) {
 		return "", err
 	}
 	for _, d := range []string{"images", "rootfs", "containers", "run"} {
-		if err := os.MkdirAll(filepath.Join(root, d), 0o711); err != nil {
+		d = filepath.Join(root, d)
+		if err := os.MkdirAll(d, 0o700); err != nil {
+			return "", err
+		}
+		if err := os.Chmod(d, 0o700); err != nil { // earlier versions let others pass
 			return "", err
 		}
 	}

@@ -8,6 +8,7 @@ import (
 	"syscall"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/format/oci"
 	"hydrofoil.dev/foil/internal/worker/api"
 	"hydrofoil.dev/foil/internal/worker/fetch"
 	"hydrofoil.dev/foil/internal/worker/remote"
@@ -15,6 +16,9 @@ import (
 
 // answers is of a server that is up and reachable, with TLS or without as it was asked.
 const answers = api.ServerAnswers + ", but does not give the image now: its log, or that of a proxy in front of it, says why"
+
+// plainly is for an image that is no lazy one. A snapshotter goes the plain way by itself.
+const plainly = "containerd, docker or podman may run it as they pull it without foil"
 
 // codeOf is the one table from what can go wrong in a pull to the code that
 // clients of the daemon see.
@@ -28,7 +32,9 @@ var codeOf = []struct {
 	{isOlder, api.CodeUnsupported, "the server is older than this foil and does not understand what it asks: upgrade the server first"},
 	{isBundle(bundle.CodeInvalid), api.CodeInvalid, ""},
 	{isBundle(bundle.CodeUnauthorized), api.CodeUnauthorized, ""},
-	{isBundle(bundle.CodeUnsupported), api.CodeUnsupported, ""},
+	{isBundle(bundle.CodeUnsupported), api.CodeUnsupported, plainly},
+	{isAny(oci.ErrNoPlatform), api.CodeNotFound, ""},
+	{isAny(oci.ErrRefused), api.CodeUnsupported, plainly},
 	{isBundle(bundle.CodeUnavailable), api.CodeUnavailable, answers},
 	{isBundle(bundle.CodeCorrupt), api.CodeCorrupt, ""},
 	{isStatus(http.StatusNotFound, http.StatusMethodNotAllowed), api.CodeUnsupported, "the server is no Hydrofoil server"},

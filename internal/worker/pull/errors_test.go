@@ -8,6 +8,7 @@ import (
 	"testing"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/format/oci"
 	"hydrofoil.dev/foil/internal/worker/api"
 	"hydrofoil.dev/foil/internal/worker/fetch"
 	"hydrofoil.dev/foil/internal/worker/remote"
@@ -29,6 +30,9 @@ func TestErrorsHaveCodes(t *testing.T) {
 		{status(307, "it redirects to https://h/x"), api.CodeUnsupported, "name that host"},
 		{bundle.ErrForeign, api.CodeUnsupported, "no Hydrofoil server"},
 		{bundle.ErrCorrupt, api.CodeCorrupt, ""},
+		{said(bundle.CodeUnsupported), api.CodeUnsupported, "docker or podman"},
+		{fmt.Errorf("image r:1: %w: it is an artifact", oci.ErrRefused), api.CodeUnsupported, "docker or podman"},
+		{fmt.Errorf("%w: another platform", oci.ErrNoPlatform), api.CodeNotFound, "another platform"},
 		{status(403, ""), api.CodeUnauthorized, ""},
 		{said(bundle.CodeNotFound), api.CodeNotFound, ""},
 		{said(bundle.CodeInvalid), api.CodeInvalid, ""},

@@ -7,6 +7,7 @@ import (
 	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
+	"hydrofoil.dev/foil/internal/format/oci"
 	"hydrofoil.dev/foil/internal/worker/api"
 	"hydrofoil.dev/foil/internal/worker/hosts"
 )
@@ -57,10 +58,11 @@ func (s *Puller) Want(r Ref, req api.PullRequest) hosts.Want {
 	return w
 }
 
-// parsePlatform reads OS/ARCH[/VARIANT]; empty is nil: the server chooses.
+// parsePlatform reads OS/ARCH[/VARIANT]; empty is that of this machine.
 func parsePlatform(s string) (*ocispec.Platform, error) {
 	if s == "" {
-		return nil, nil
+		own := oci.Own()
+		return &own, nil
 	}
 	parts := strings.Split(s, "/")
 	if len(parts) < 2 || len(parts) > 3 || parts[0] == "" || parts[1] == "" {

@@ -101,7 +101,7 @@ func (r *Runner) begin(ctx context.Context, id, dir string, o IO, config *os.Fil
 			err = startError(id, errors.Join(err, s.close()))
 		}
 	}()
-	if err := os.MkdirAll(r.StateRoot, 0o711); err != nil {
+	if err := os.MkdirAll(r.StateRoot, 0o700); err != nil {
 		return nil, err
 	}
 	if err := unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0); err != nil {
