@@ -20,16 +20,15 @@ import (
 //
 //  1. what is read to find the user, and by the dynamic linker of any program;
 //  2. what the entrypoint and the command name, scripts before the interpreters that their
-//     first lines name, then the programs that shell scripts among them mention; of large programs,
-//     and of all the libraries that these are linked with, what is read to link them:
-//     symbols, relocations and data;
-//  3. small files that nearly every program opens;
+//     first lines name; of large programs, and of all the libraries that these are linked with, what is
+//     read to link them: symbols, relocations and data; then small files that nearly every program opens;
+//  3. the programs that shell scripts among them mention;
 //  4. the code of these programs;
 //  5. the configuration of these programs with the libraries that it names; what Python's start and the
-//     scripts found import, as far as their text tells it;
+//     scripts found import, as far as their text tells it; small files of the application: the
+//     working directory and directories that the command and the configuration name;
 //  6. the code of the libraries, of which few functions run at the start, and that of large programs;
-//  7. the standard library of each interpreter found, and the application: the
-//     working directory and directories that the command names;
+//  7. the standard library of each interpreter found, and the application;
 //  8. the rest, small files first; documentation, translations, headers and
 //     static libraries last.
 //
@@ -55,12 +54,10 @@ func Guess(ctx context.Context, c *Contents, config ocispec.ImageConfig) Order {
 		g.path(p)
 	}
 	g.command()
-	for _, p := range startFiles {
-		g.path(p)
-	}
 	g.rankCode(g.programs, largeProgram)
 	g.configured()
 	g.python()
+	g.application()
 	g.rankCode(g.code, math.MaxInt64)
 	g.rankCode(g.programs, math.MaxInt64)
 	g.libraries()
@@ -75,7 +72,7 @@ var firstFiles = []string{"/etc/passwd", "/etc/group", "/etc/ld.so.cache", "/etc
 var startFiles = []string{
 	"/etc/nsswitch.conf", "/etc/hosts",
 	"/etc/host.conf", "/etc/resolv.conf", "/etc/localtime", "/etc/timezone", "/etc/services", "/etc/protocols",
-	"/usr/lib/locale/locale-archive", "/usr/lib/locale/C.utf8/LC_CTYPE",
+	"/usr/lib/locale/C.utf8/LC_CTYPE",
 	"/usr/lib/locale/C.utf8/LC_IDENTIFICATION", "/usr/lib/locale/C.utf8/LC_MEASUREMENT", "/usr/lib/locale/C.utf8/LC_TELEPHONE",
 	"/usr/lib/locale/C.utf8/LC_ADDRESS", "/usr/lib/locale/C.utf8/LC_NAME", "/usr/lib/locale/C.utf8/LC_PAPER",
 	"/usr/lib/locale/C.utf8/LC_MESSAGES/SYS_LC_MESSAGES", "/usr/lib/locale/C.utf8/LC_MONETARY", "/usr/lib/locale/C.utf8/LC_COLLATE",
@@ -83,12 +80,14 @@ var startFiles = []string{
 	"/etc/ssl/openssl.cnf", "/usr/lib/ssl/openssl.cnf", "/etc/terminfo/x/xterm", "/etc/os-release",
 	"/lib/x86_64-linux-gnu/libnss_files.so.2", "/lib/x86_64-linux-gnu/libnss_dns.so.2", "/lib/x86_64-linux-gnu/libresolv.so.2",
 	"/lib/aarch64-linux-gnu/libnss_files.so.2", "/lib/aarch64-linux-gnu/libnss_dns.so.2", "/lib/aarch64-linux-gnu/libresolv.so.2",
+	"/usr/lib/locale/locale-archive",
 }
 
 const (
 	maxPrograms = 400      // looked into
 	maxScript   = 64 << 10 // bytes of a script that are looked into
 	maxMentions = 60       // programs mentioned by one script
+	maxScripts  = 100      // files of a directory of scripts
 	maxWords    = 20_000   // of all scripts
 
 	// smallProgram is what a program or library may have, bytes, to be ranked whole with what it is linked with.
@@ -239,12 +238,35 @@ func (g *guesser) command() {
 			}
 		}
 	}
+	for _, p := range startFiles {
+		g.path(p)
+	}
+	if i, ok := g.file("/bin/sh"); ok {
+		g.program("/bin/sh", i)
+	}
 	// What scripts mention comes after all that is sure, and what scripts among that mention after it.
 	for i := 0; i < min(len(scripts), maxWords); i++ {
 		if p, inode, ok := g.find(scripts[i], dir); ok {
 			scripts = append(scripts, g.program(p, inode)...)
+		} else if strings.HasPrefix(scripts[i], "/") { // a directory of scripts
+			scripts = append(scripts, g.scripts(path.Clean(scripts[i]))...)
 		}
 	}
+}
+
+// scripts does for each file of a directory what program does.
+func (g *guesser) scripts(dir string) (mentions []string) {
+	i, ok := g.t.Resolve(dir)
+	if !ok || !g.t.Inodes[i].IsDir() || slices.Contains(systemDirs, dir) || g.t.Inodes[i].Children > maxScripts {
+		return nil
+	}
+	for _, d := range g.t.Children(i) {
+		p := path.Join(dir, d.Name)
+		if inode, ok := g.file(p); ok && g.t.Inodes[inode].Size <= maxScript {
+			mentions = append(mentions, g.program(p, inode)...)
+		}
+	}
+	return mentions
 }
 
 // program ranks a program and what it needs to start. It returns the words of a

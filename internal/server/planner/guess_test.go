@@ -252,8 +252,8 @@ func TestGuessLanguages(t *testing.T) {
 	got := guess(t, files, ocispec.ImageConfig{Cmd: []string{"python3", "manage.py", "runserver"}, WorkingDir: "/app"})
 	want := []string{
 		"/usr/local/bin/python3.12", "/app/manage.py", "/usr/local/lib/python3.12/encodings/utf_8.py",
-		"/usr/local/lib/python3.12/os.py", "/usr/local/lib/python3.12/json/decoder.py",
-		"/usr/local/lib/python3.12/site-packages/django/db/models/base.py", "/app/deep/a/b.py", "/zzz",
+		"/usr/local/lib/python3.12/os.py", "/app/deep/a/b.py", "/usr/local/lib/python3.12/json/decoder.py",
+		"/usr/local/lib/python3.12/site-packages/django/db/models/base.py", "/zzz",
 		"/usr/local/lib/python3.12/test/support/x.py",
 	}
 	if !slices.Equal(got, want) {

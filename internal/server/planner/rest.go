@@ -122,6 +122,40 @@ func (g *guesser) libraries() {
 	g.rankAll(list)
 }
 
+const (
+	smallFile = 64 << 10
+	maxSmall  = 8 << 20 // bytes of small files of the application that come before the code of libraries
+)
+
+// application ranks small files of the application.
+func (g *guesser) application() {
+	dirs := g.applications()
+	if len(dirs) == 0 {
+		return
+	}
+	within := map[string]bool{}
+	var list []named
+	for _, f := range g.files() {
+		dir := path.Dir(f.path)
+		in, known := within[dir]
+		if !known {
+			in = slices.ContainsFunc(dirs, func(a string) bool { return dir == a || strings.HasPrefix(dir, a+"/") })
+			within[dir] = in
+		}
+		if in && f.class == 0 && f.size <= smallFile {
+			list = append(list, f)
+		}
+	}
+	slices.SortFunc(list, func(a, b named) int { return cmp.Or(cmp.Compare(a.size, b.size), cmp.Compare(a.path, b.path)) })
+	left := int64(maxSmall)
+	for _, f := range list {
+		if left -= f.size; left < 0 {
+			return
+		}
+		g.rank(f.inode)
+	}
+}
+
 // applications are the directories of what the image was made for: its working
 // directory, those that its command and the configuration of its programs name, and those to which
 // these link.
