@@ -151,23 +151,63 @@ func (g *guesser) rankRange(inode int, from, to int64) {
 // relocations.
 const maxLinked = 2 << 20
 
+// readAround is how far before and behind a page that is touched Linux reads what is mapped, bytes: half
+// of the read-ahead that a mount has by default (mm/filemap.c, do_sync_mmap_readahead). What is
+// read waits for all of it.
+const readAround = 64 << 10
+
 // rankLinked ranks what a program or library is linked with: what the dynamic
-// linker reads and writes, from the headers to the start of the code, where its
-// constructor is, and the writable data.
+// linker reads and writes, from the headers to the start of the code, and the writable data; and where
+// it begins, or its constructors are.
 func (g *guesser) rankLinked(f *elf.File, inode int) {
 	g.rankRange(inode, 0, 1)
 	for _, p := range f.Progs {
 		if p.Type == elf.PT_LOAD && p.Flags&elf.PF_X != 0 && p.Off < maxLinked {
-			g.rankRange(inode, 0, int64(p.Off)+1)
+			g.rankRange(inode, 0, int64(p.Off)+readAround)
 			break
 		}
 	}
 	for _, p := range f.Progs {
 		if p.Type == elf.PT_LOAD && p.Flags&elf.PF_W != 0 && p.Off < 1<<62 && p.Filesz < 1<<62 {
-			g.rankRange(inode, int64(p.Off), int64(p.Off)+int64(p.Filesz))
+			g.rankRange(inode, int64(p.Off)-readAround, int64(p.Off)+int64(p.Filesz))
 		}
 	}
+	for _, at := range starts(f) {
+		g.rankRange(inode, at-readAround, at+readAround)
+	}
 }
+
+// starts returns where in an ELF file the code is that runs first: its entry and its constructors.
+func starts(f *elf.File) (offsets []int64) {
+	add := func(addr uint64) {
+		for _, p := range f.Progs {
+			if p.Type == elf.PT_LOAD && addr >= p.Vaddr && addr-p.Vaddr < p.Filesz && p.Off < 1<<62 && p.Filesz < 1<<62 {
+				offsets = append(offsets, int64(p.Off+addr-p.Vaddr))
+			}
+		}
+	}
+	if f.Entry != 0 {
+		add(f.Entry)
+	}
+	if d := f.SectionByType(elf.SHT_DYNAMIC); d != nil && harmless(f, d) {
+		if init, err := f.DynValue(elf.DT_INIT); err == nil && len(init) == 1 {
+			add(init[0])
+		}
+	}
+	for _, s := range f.Sections {
+		if s.Type != elf.SHT_INIT_ARRAY || s.Flags&elf.SHF_COMPRESSED != 0 || s.Size > maxConstructors*8 || f.Class != elf.ELFCLASS64 {
+			continue
+		}
+		b, err := s.Data()
+		for ; err == nil && len(b) >= 8; b = b[8:] {
+			add(f.ByteOrder.Uint64(b))
+		}
+	}
+	return offsets
+}
+
+// maxConstructors bounds what is looked at of one file.
+const maxConstructors = 1000
 
 // rankCode ranks what has no ranks yet of programs and libraries that are not larger than that.
 func (g *guesser) rankCode(inodes []int, most int64) {

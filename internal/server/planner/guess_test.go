@@ -192,15 +192,15 @@ func TestGuessLargeProgram(t *testing.T) {
 // Of a library what it is linked with comes first, its code when all else that
 // is sure has come.
 func TestGuessLibraryCode(t *testing.T) {
-	const code, data, end = 1_500_000, 3_500_000, 4_000_000
+	const code, entry, data, end = 1_500_000, 3_000_000, 3_500_000, 4_000_000
 	var b bytes.Buffer
 	binary.Write(&b, binary.LittleEndian, elf.Header64{
 		Ident: [16]byte{0x7f, 'E', 'L', 'F', 2, 1, 1}, Type: uint16(elf.ET_DYN), Machine: uint16(elf.EM_X86_64), Version: 1,
-		Phoff: 64, Ehsize: 64, Phentsize: 56, Phnum: 3, Shentsize: 64,
+		Phoff: 64, Ehsize: 64, Phentsize: 56, Phnum: 3, Shentsize: 64, Entry: 0x10000 + entry,
 	})
 	binary.Write(&b, binary.LittleEndian, []elf.Prog64{
 		{Type: uint32(elf.PT_LOAD), Flags: uint32(elf.PF_R), Off: 0, Filesz: code},
-		{Type: uint32(elf.PT_LOAD), Flags: uint32(elf.PF_R | elf.PF_X), Off: code, Filesz: data - code},
+		{Type: uint32(elf.PT_LOAD), Flags: uint32(elf.PF_R | elf.PF_X), Off: code, Vaddr: 0x10000 + code, Filesz: data - code},
 		{Type: uint32(elf.PT_LOAD), Flags: uint32(elf.PF_R | elf.PF_W), Off: data, Filesz: end - data},
 	})
 	for i := 0; b.Len() < end; i++ {
@@ -229,10 +229,10 @@ func TestGuessLibraryCode(t *testing.T) {
 	}
 	got := []uint32{
 		rank("/bin/program", 0), rank("/lib/libone.so", 0), rank("/lib/libone.so", code), rank("/lib/libone.so", data),
-		rank("/lib/libone.so", end-1), rank("/etc/hosts", 0), rank("/lib/libone.so", (code+data)/2),
+		rank("/lib/libone.so", end-1), rank("/lib/libone.so", entry), rank("/etc/hosts", 0), rank("/lib/libone.so", (code+data)/2),
 	}
-	if !slices.IsSorted(got) || got[3] >= got[5] || got[5] >= got[6] {
-		t.Errorf("program, linked, code, data, its end, hosts, the middle of the code: %v", got)
+	if !slices.IsSorted(got) || got[3] >= got[6] || got[6] >= got[7] {
+		t.Errorf("program, linked, code, data, its end, entry, hosts, the middle of the code: %v", got)
 	}
 }
 
