@@ -2,6 +2,7 @@ package planner
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"debug/elf"
 	"io"
@@ -20,9 +21,10 @@ import (
 //
 //  1. what is read to find the user, and by the dynamic linker of any program;
 //  2. what the entrypoint and the command name, scripts before the interpreters that their
-//     first lines name; of large programs, and of all the libraries that these are linked with, what is
-//     read to link them: symbols, relocations and data; then small files that nearly every program opens;
-//  3. the programs that shell scripts among them mention;
+//     first lines name, and before the small programs that they mention; of large programs, and of all the
+//     libraries that these are linked with, what is read to link them: symbols, relocations and data;
+//     after the first of all these, small files that nearly every program opens;
+//  3. large programs that scripts mention, and what scripts among what is mentioned mention;
 //  4. the code of these programs;
 //  5. the configuration of these programs with the libraries that it names; what Python's start and the
 //     scripts found import, as far as their text tells it; small files of the application: the
@@ -80,7 +82,6 @@ var startFiles = []string{
 	"/etc/ssl/openssl.cnf", "/usr/lib/ssl/openssl.cnf", "/etc/terminfo/x/xterm", "/etc/os-release",
 	"/lib/x86_64-linux-gnu/libnss_files.so.2", "/lib/x86_64-linux-gnu/libnss_dns.so.2", "/lib/x86_64-linux-gnu/libresolv.so.2",
 	"/lib/aarch64-linux-gnu/libnss_files.so.2", "/lib/aarch64-linux-gnu/libnss_dns.so.2", "/lib/aarch64-linux-gnu/libresolv.so.2",
-	"/usr/lib/locale/locale-archive",
 }
 
 const (
@@ -254,43 +255,72 @@ func (g *guesser) find(word, dir string) (p string, inode int, ok bool) {
 
 // command ranks what the image's command names.
 func (g *guesser) command() {
-	dir := g.config.WorkingDir
 	argv := slices.Concat(g.config.Entrypoint, g.config.Cmd)
-	var scripts []string
+	var mentions []string
 	for i, word := range argv {
-		if i > 0 && argv[i-1] == "-m" {
-			g.pythons = append(g.pythons, pythonRun{module: word})
+		before := ""
+		if i > 0 {
+			before = argv[i-1]
 		}
-		if p, inode, ok := g.find(word, dir); ok {
-			scripts = append(scripts, g.program(p, inode)...)
-			continue
+		said := g.word(word, before)
+		if i == 0 {
+			g.opened()
 		}
-		if i > 0 && argv[i-1] == "-c" || strings.ContainsAny(word, " ;") { // a shell's command
-			scripts = append(scripts, words([]byte(word))...)
-			continue
-		}
-		if word != "" && !strings.HasPrefix(word, "-") { // a file next to the application, as in "python app.py"
-			if inode, ok := g.file(path.Join("/", dir, word)); ok {
-				scripts = append(scripts, g.program(path.Join("/", dir, word), inode)...)
-			} else if i > 0 { // a module, as in "gunicorn site.wsgi:application"
-				module, _, _ := strings.Cut(word, ":")
-				g.pythons = append(g.pythons, pythonRun{module: module})
+		// A script runs its small programs before it becomes the one that the image is for.
+		for _, m := range said[:min(len(said), maxWords)] {
+			if p, inode, ok := g.find(m, g.config.WorkingDir); ok && g.t.Inodes[inode].Size <= smallProgram {
+				mentions = append(mentions, g.program(p, inode)...)
 			}
 		}
+		mentions = append(mentions, said...)
+	}
+	g.opened()
+	// Large ones come after all that is sure, and what scripts among them mention after it.
+	for i := 0; i < min(len(mentions), maxWords); i++ {
+		if p, inode, ok := g.find(mentions[i], g.config.WorkingDir); ok {
+			mentions = append(mentions, g.program(p, inode)...)
+		} else if strings.HasPrefix(mentions[i], "/") { // a directory of scripts
+			mentions = append(mentions, g.scripts(path.Clean(mentions[i]))...)
+		}
+	}
+}
+
+// word ranks what a word of the command names. It returns words that may name programs.
+func (g *guesser) word(word, before string) (mentions []string) {
+	dir := g.config.WorkingDir
+	if before == "-m" {
+		g.pythons = append(g.pythons, pythonRun{module: word})
+	}
+	if p, inode, ok := g.find(word, dir); ok {
+		return g.program(p, inode)
+	}
+	if before == "-c" || strings.ContainsAny(word, " ;") { // a shell's command
+		return words([]byte(word))
+	}
+	if word == "" || strings.HasPrefix(word, "-") {
+		return nil
+	}
+	if inode, ok := g.file(path.Join("/", dir, word)); ok { // next to the application, as in "python app.py"
+		return g.program(path.Join("/", dir, word), inode)
+	}
+	if before != "" { // a module, as in "gunicorn site.wsgi:application"
+		module, _, _ := strings.Cut(word, ":")
+		g.pythons = append(g.pythons, pythonRun{module: module})
+	}
+	return nil
+}
+
+// opened ranks what nearly every program opens.
+func (g *guesser) opened() {
+	locale := cmp.Or(g.env["LC_ALL"], g.env["LANG"])
+	if locale != "" && !strings.HasPrefix(locale, "C") && locale != "POSIX" {
+		g.path("/usr/lib/locale/locale-archive")
 	}
 	for _, p := range startFiles {
 		g.path(p)
 	}
 	if i, ok := g.file("/bin/sh"); ok {
 		g.program("/bin/sh", i)
-	}
-	// What scripts mention comes after all that is sure, and what scripts among that mention after it.
-	for i := 0; i < min(len(scripts), maxWords); i++ {
-		if p, inode, ok := g.find(scripts[i], dir); ok {
-			scripts = append(scripts, g.program(p, inode)...)
-		} else if strings.HasPrefix(scripts[i], "/") { // a directory of scripts
-			scripts = append(scripts, g.scripts(path.Clean(scripts[i]))...)
-		}
 	}
 }
 

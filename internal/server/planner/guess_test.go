@@ -140,10 +140,10 @@ func TestGuess(t *testing.T) {
 	want := []string{
 		"/etc/passwd", "/etc/ld.so.cache", "/usr/local/bin/entrypoint.sh",
 		"/usr/bin/env", ld, "/usr/lib/x86_64-linux-gnu/libc.so.6", "/bin/bash", "/usr/lib/x86_64-linux-gnu/libtinfo.so.6.4",
+		"/usr/bin/gosu",
 		"/usr/local/bin/redis-server", "/usr/lib/x86_64-linux-gnu/libm.so.6", "/usr/local/lib/libmine.so",
 		"/usr/lib/x86_64-linux-gnu/libdeep.so", "/opt/lib/libopt.so", "/conf/libconf.so",
 		"/etc/redis.conf",
-		"/usr/bin/gosu",
 		"/data/dump",
 		"/srv/small", "/srv/larger", "/bin/false", "/etc/ld.so.conf.d/x.conf",
 		"/usr/share/doc/redis/README", "/usr/include/x.h",
