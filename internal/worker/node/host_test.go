@@ -283,12 +283,12 @@ func (h *host) dir(m *fakeImage) string {
 // same compares every file of a mounted image with what it should be.
 func (h *host) same(m *fakeImage) {
 	h.t.Helper()
-	for _, name := range slices.Sorted(maps.Keys(m.files)) {
+	for _, name := range slices.Sorted(maps.Keys(m.Files)) {
 		got, err := os.ReadFile(filepath.Join(h.dir(m), "mnt", name))
 		if err != nil {
 			h.t.Fatal(err)
 		}
-		if string(got) != m.files[name] {
+		if string(got) != m.Files[name] {
 			h.t.Fatalf("%s: wrong bytes", name)
 		}
 	}

@@ -1,0 +1,76 @@
+// Package bundletest is the server of bundles in tests: of package node, and of the lies in package
+// hostiletest. An Image can be made to say what is not so; a Server sends it all the same.
+package bundletest
+
+import (
+	"encoding/json"
+	"testing"
+
+	"github.com/opencontainers/go-digest"
+	"github.com/opencontainers/image-spec/specs-go"
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+
+	"hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/format/segment"
+	"hydrofoil.dev/foil/internal/format/toc"
+	"hydrofoil.dev/foil/internal/format/toc/toctest"
+)
+
+// Image is an image of one layer.
+type Image struct {
+	bundle.Image
+	Tree  *toc.TOC
+	Data  map[segment.ID][]byte // of the segments; what is not there is never sent
+	Files toctest.Files
+}
+
+// NewImage returns an image of the files.
+func NewImage(t testing.TB, f toctest.Files) *Image {
+	t.Helper()
+	m := &Image{Files: f}
+	var diff digest.Digest
+	m.Tree, diff, m.Data = f.TOC(t)
+	m.ChainID = m.Tree.ChainID
+	m.encode(t)
+	m.Config = JSON(t, ocispec.MediaTypeImageConfig, ocispec.Image{RootFS: ocispec.RootFS{Type: "layers", DiffIDs: []digest.Digest{diff}}})
+	m.Manifest = JSON(t, ocispec.MediaTypeImageManifest, ocispec.Manifest{
+		Versioned: specs.Versioned{SchemaVersion: 2},
+		Config:    ocispec.Descriptor{Digest: m.Config.Digest},
+		Layers:    []ocispec.Descriptor{{Digest: diff}},
+	})
+	return m
+}
+
+func (m *Image) encode(t testing.TB) {
+	t.Helper()
+	var err error
+	if m.TOC, err = toc.Encode(m.Tree); err != nil {
+		t.Fatal(err)
+	}
+	m.TOCDigest, m.Segments = toc.Digest(m.TOC), uint32(len(m.Tree.Segments))
+}
+
+// Change changes the TOC: fn is given that of m, and may lie.
+func (m *Image) Change(t testing.TB, fn func(*toc.TOC)) *Image {
+	t.Helper()
+	fn(m.Tree)
+	m.encode(t)
+	return m
+}
+
+// As makes m say that it is another image: of its manifest, config and chain ID. What is in it stays.
+func (m *Image) As(t testing.TB, other *Image) *Image {
+	t.Helper()
+	m.ChainID, m.Config, m.Manifest = other.ChainID, other.Config, other.Manifest
+	return m.Change(t, func(x *toc.TOC) { x.ChainID = other.ChainID })
+}
+
+// JSON returns a blob of an image.
+func JSON(t testing.TB, mediaType string, v any) bundle.Blob {
+	t.Helper()
+	b, err := json.Marshal(v)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return bundle.Blob{Digest: digest.FromBytes(b), MediaType: mediaType, Bytes: b}
+}
