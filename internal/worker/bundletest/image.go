@@ -4,7 +4,6 @@ package bundletest
 
 import (
 	"encoding/json"
-	"testing"
 
 	"github.com/opencontainers/go-digest"
 	"github.com/opencontainers/image-spec/specs-go"
@@ -25,7 +24,7 @@ type Image struct {
 }
 
 // NewImage returns an image of the files.
-func NewImage(t testing.TB, f toctest.Files) *Image {
+func NewImage(t toctest.T, f toctest.Files) *Image {
 	t.Helper()
 	m := &Image{Files: f}
 	var diff digest.Digest
@@ -41,7 +40,7 @@ func NewImage(t testing.TB, f toctest.Files) *Image {
 	return m
 }
 
-func (m *Image) encode(t testing.TB) {
+func (m *Image) encode(t toctest.T) {
 	t.Helper()
 	var err error
 	if m.TOC, err = toc.Encode(m.Tree); err != nil {
@@ -51,7 +50,7 @@ func (m *Image) encode(t testing.TB) {
 }
 
 // Change changes the TOC: fn is given that of m, and may lie.
-func (m *Image) Change(t testing.TB, fn func(*toc.TOC)) *Image {
+func (m *Image) Change(t toctest.T, fn func(*toc.TOC)) *Image {
 	t.Helper()
 	fn(m.Tree)
 	m.encode(t)
@@ -59,14 +58,14 @@ func (m *Image) Change(t testing.TB, fn func(*toc.TOC)) *Image {
 }
 
 // As makes m say that it is another image: of its manifest, config and chain ID. What is in it stays.
-func (m *Image) As(t testing.TB, other *Image) *Image {
+func (m *Image) As(t toctest.T, other *Image) *Image {
 	t.Helper()
 	m.ChainID, m.Config, m.Manifest = other.ChainID, other.Config, other.Manifest
 	return m.Change(t, func(x *toc.TOC) { x.ChainID = other.ChainID })
 }
 
 // JSON returns a blob of an image.
-func JSON(t testing.TB, mediaType string, v any) bundle.Blob {
+func JSON(t toctest.T, mediaType string, v any) bundle.Blob {
 	t.Helper()
 	b, err := json.Marshal(v)
 	if err != nil {

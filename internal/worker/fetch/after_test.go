@@ -14,7 +14,7 @@ import (
 // A server, or what is in front of it, that asks not to be asked again for a while is
 // not, unless nobody would wait for so long.
 func TestRetryAfter(t *testing.T) {
-	m := newImage(t, "a", files(30)...)
+	m := newImage(t, files(30)...)
 	for name, tc := range map[string]struct {
 		answers  []script
 		requests int

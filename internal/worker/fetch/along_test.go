@@ -17,7 +17,7 @@ func TestAlong(t *testing.T) {
 	for i := range 200 {
 		files = append(files, blob(uint64(1000+i), 20_000))
 	}
-	m := newImage(t, "a", files...)
+	m := newImage(t, files...)
 	with(t, m, func(t *testing.T, s *server, w *worker) {
 		s.group = 1
 		promoted := func(f uint32) bool {
@@ -55,7 +55,7 @@ func TestAlong(t *testing.T) {
 // TestForgotten has a server forget promotions: what a read lacks is promoted again when it has waited
 // longer than it should.
 func TestForgotten(t *testing.T) {
-	m := newImage(t, "a", files(100)...)
+	m := newImage(t, files(100)...)
 	with(t, m, func(t *testing.T, s *server, w *worker) {
 		s.group, s.deaf = 1, 2
 		s.scripts = []script{{before: func(pos int, v *serving) {

@@ -11,7 +11,7 @@ import (
 // What comes another way is skipped; where frames that are wanted hold some of it, the image is asked
 // for once more. What does not come another way after all is asked for.
 func TestElsewhere(t *testing.T) {
-	m := newImage(t, "a", files(60)...) // 20 frames of 3 segments
+	m := newImage(t, files(60)...) // 20 frames of 3 segments
 	third := func(absent []int) (list []int) {
 		for i := range len(absent) / 3 {
 			list = append(list, absent[3*i])

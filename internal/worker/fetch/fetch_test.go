@@ -73,7 +73,7 @@ func files(n int) [][]byte {
 }
 
 func TestPull(t *testing.T) {
-	m := newImage(t, "a", append(files(50), blob(99, 3<<20), make([]byte, 5000))...)
+	m := newImage(t, append(files(50), blob(99, 3<<20), make([]byte, 5000))...)
 	with(t, m, func(t *testing.T, s *server, w *worker) {
 		c := s.client(t, remote.Options{})
 		defer c.Close()
@@ -117,7 +117,7 @@ func TestPull(t *testing.T) {
 
 // TestResume breaks streams in every way and at every place of the protocol.
 func TestResume(t *testing.T) {
-	m := newImage(t, "a", files(20)...)
+	m := newImage(t, files(20)...)
 	for _, how := range []string{"reset", "close", "stall"} {
 		for _, at := range []int64{1, 10, 100, int64(len(m.TOC)), 15000, 20000} {
 			t.Run(fmt.Sprintf("%s at %d", how, at), func(t *testing.T) {
@@ -149,7 +149,7 @@ func TestResume(t *testing.T) {
 
 // While a pull tries again, it says why; when something comes, or it has ended, no more.
 func TestTrouble(t *testing.T) {
-	m := newImage(t, "a", files(20)...)
+	m := newImage(t, files(20)...)
 	with(t, m, func(t *testing.T, s *server, w *worker) {
 		asked, answer := make(chan struct{}), make(chan struct{})
 		s.scripts = []script{{cutAt: 1, how: "close"}, {header: func(*bundle.Writer) {
@@ -177,7 +177,7 @@ func TestTrouble(t *testing.T) {
 // TestSlowServer has every stream bring nothing for longer than the client would
 // wait at first: asked the same again, it is given more time.
 func TestSlowServer(t *testing.T) {
-	m := newImage(t, "a", files(20)...)
+	m := newImage(t, files(20)...)
 	with(t, m, func(t *testing.T, s *server, w *worker) {
 		for range 20 {
 			s.scripts = append(s.scripts, script{early: func() { time.Sleep(300 * time.Millisecond) }})
@@ -197,7 +197,7 @@ func TestSlowServer(t *testing.T) {
 
 // TestServerAtWork: a pull reads over what says that the server is at work.
 func TestServerAtWork(t *testing.T) {
-	m := newImage(t, "a", files(20)...)
+	m := newImage(t, files(20)...)
 	with(t, m, func(t *testing.T, s *server, w *worker) {
 		s.scripts = []script{{header: func(out *bundle.Writer) {
 			for range 300 {
@@ -219,7 +219,7 @@ func TestServerAtWork(t *testing.T) {
 
 // TestNothingTwice checks that a resumed stream brings only what is missing.
 func TestNothingTwice(t *testing.T) {
-	m := newImage(t, "a", files(100)...)
+	m := newImage(t, files(100)...)
 	with(t, m, func(t *testing.T, s *server, w *worker) {
 		s.scripts = []script{{cutAt: int64(len(m.TOC)) + 150000}, {cutAt: 100000}}
 		c := s.client(t, remote.Options{})
@@ -269,7 +269,7 @@ func TestAnything(t *testing.T) {
 				files = append(files, blob(c.seed, c.size))
 			}
 		}
-		m := newImage(t, "a", files...)
+		m := newImage(t, files...)
 		m.startup = drawStartup(t, m)
 		s := newServer(m)
 		defer s.close()
@@ -340,7 +340,7 @@ func TestAnything(t *testing.T) {
 }
 
 func TestDamaged(t *testing.T) {
-	m := newImage(t, "a", files(30)...)
+	m := newImage(t, files(30)...)
 	with(t, m, func(t *testing.T, s *server, w *worker) {
 		s.scripts = []script{{damage: map[int]bool{0: true, 4: true}}, {damage: map[int]bool{0: true}}}
 		c := s.client(t, remote.Options{})
@@ -370,10 +370,10 @@ func TestDamaged(t *testing.T) {
 
 // TestDamagedAlways has one segment wrong on the server itself.
 func TestDamagedAlways(t *testing.T) {
-	m := newImage(t, "a", files(30)...)
-	bad := m.toc.Segments[7].ID
-	m.data[bad] = append([]byte{1}, m.data[bad][1:]...)
-	m.data[bad][0] ^= 0xff
+	m := newImage(t, files(30)...)
+	bad := m.Tree.Segments[7].ID
+	m.Data[bad] = append([]byte{1}, m.Data[bad][1:]...)
+	m.Data[bad][0] ^= 0xff
 	with(t, m, func(t *testing.T, s *server, w *worker) {
 		c := s.client(t, remote.Options{})
 		defer c.Close()
@@ -402,8 +402,8 @@ func TestDamagedAlways(t *testing.T) {
 }
 
 func TestFinal(t *testing.T) {
-	m := newImage(t, "a", files(30)...)
-	other := newImage(t, "b", files(3)...)
+	m := newImage(t, files(30)...)
+	other := newImage(t, files(3)...)
 	for name, tc := range map[string]struct {
 		script   script
 		want     string
@@ -415,7 +415,7 @@ func TestFinal(t *testing.T) {
 		"TOC of others": {script{image: func(m *bundle.Image) { m.TOC, m.TOCDigest = other.TOC, other.TOCDigest }}, "want " + m.ChainID.String(), 3},
 		"wrong config":  {script{image: func(m *bundle.Image) { m.Config = other.Config }}, "config", 3},
 		"wrong plan":    {script{plan: func(p *bundle.Plan) { p.Segments[0], p.Segments[20] = p.Segments[20], p.Segments[0] }}, "plan", 3},
-		"segments lost": {script{leave: map[segment.ID]bool{m.toc.Segments[3].ID: true}}, "lacks 1 segments", 3},
+		"segments lost": {script{leave: map[segment.ID]bool{m.Tree.Segments[3].ID: true}}, "lacks 1 segments", 3},
 		"corrupt there": {script{said: &bundle.Error{Code: bundle.CodeCorrupt, Message: "a pack is damaged"}}, "a pack is damaged", 3},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -445,8 +445,9 @@ func TestFinal(t *testing.T) {
 // TestChangedTOC has the server make another TOC of the same rootfs between two
 // streams.
 func TestChangedTOC(t *testing.T) {
-	m := newImage(t, "a", files(30)...)
-	changed := newImage(t, "a", files(29)...)
+	m := newImage(t, files(30)...)
+	changed := newImage(t, files(29)...)
+	changed.As(t, m.Image)
 	with(t, m, func(t *testing.T, s *server, w *worker) {
 		s.scripts = []script{{cutAt: 50000}, {image: func(i *bundle.Image) {
 			i.TOC, i.TOCDigest, i.Segments = changed.TOC, changed.TOCDigest, changed.Segments
@@ -461,7 +462,7 @@ func TestChangedTOC(t *testing.T) {
 }
 
 func TestGiveUp(t *testing.T) {
-	m := newImage(t, "a", files(30)...)
+	m := newImage(t, files(30)...)
 	t.Run("after the header", func(t *testing.T) {
 		with(t, m, func(t *testing.T, s *server, w *worker) {
 			s.scripts = []script{{cutAt: 60000, how: "close", before: func(pos int, _ *serving) {
@@ -523,7 +524,7 @@ func TestGiveUp(t *testing.T) {
 }
 
 func TestOpenFails(t *testing.T) {
-	m := newImage(t, "a", files(3)...)
+	m := newImage(t, files(3)...)
 	with(t, m, func(t *testing.T, s *server, w *worker) {
 		c := s.client(t, remote.Options{})
 		defer c.Close()
@@ -541,7 +542,7 @@ func TestOpenFails(t *testing.T) {
 }
 
 func TestStop(t *testing.T) {
-	m := newImage(t, "a", files(30)...)
+	m := newImage(t, files(30)...)
 	with(t, m, func(t *testing.T, s *server, w *worker) {
 		s.scripts = []script{{cutAt: 60000, how: "stall"}}
 		c := s.client(t, remote.Options{})
@@ -562,7 +563,7 @@ func TestStop(t *testing.T) {
 // TestNeed has a reader ask for the last content while the server is at the
 // first.
 func TestNeed(t *testing.T) {
-	m := newImage(t, "a", files(100)...)
+	m := newImage(t, files(100)...)
 	with(t, m, func(t *testing.T, s *server, w *worker) {
 		s.group = 1
 		resume := make(chan struct{})
@@ -625,7 +626,7 @@ func TestNeed(t *testing.T) {
 // TestNeedAfterCut checks that what readers wait for is asked for first when a
 // stream is resumed.
 func TestNeedAfterCut(t *testing.T) {
-	m := newImage(t, "a", files(100)...)
+	m := newImage(t, files(100)...)
 	with(t, m, func(t *testing.T, s *server, w *worker) {
 		s.group = 1
 		cut, resume := make(chan struct{}), make(chan struct{})
@@ -673,7 +674,7 @@ func TestNeedAfterCut(t *testing.T) {
 // TestNeedDamaged checks that a read does not wait for the end of the stream
 // when its frame arrived damaged.
 func TestNeedDamaged(t *testing.T) {
-	m := newImage(t, "a", files(100)...)
+	m := newImage(t, files(100)...)
 	with(t, m, func(t *testing.T, s *server, w *worker) {
 		s.group = 1
 		s.scripts = []script{{damage: map[int]bool{0: true}, before: func(pos int, sv *serving) {
@@ -712,7 +713,7 @@ func TestFullDisk(t *testing.T) {
 		t.Skipf("mounting a small filesystem needs root: %v", err)
 	}
 	defer unix.Unmount(dir, unix.MNT_DETACH)
-	m := newImage(t, "a", blob(1, 1<<20), blob(2, 1<<20), blob(3, 1<<20))
+	m := newImage(t, blob(1, 1<<20), blob(2, 1<<20), blob(3, 1<<20))
 	s := newServer(m)
 	defer s.close()
 	w := newWorker(t, s, dir)
@@ -735,13 +736,13 @@ func TestFullDisk(t *testing.T) {
 // FuzzStream has a server that sends anything. Whatever it is, the worker comes
 // to an end, and what it then has is right.
 func FuzzStream(f *testing.F) {
-	m := newImage(f, "a", append(files(6), blob(9, 1100000), make([]byte, 5000))...)
+	m := newImage(f, append(files(6), blob(9, 1100000), make([]byte, 5000))...)
 	s := newServer(m)
 	f.Cleanup(s.close)
 	var whole bytes.Buffer
 	out := bundle.NewWriter(&whole)
 	out.Hello(bundle.Hello{Version: 1, Stream: "s"})
-	out.Image(&m.Image)
+	out.Image(&m.Image.Image)
 	plan, frames := s.plan(m, &bundle.Request{}, nil)
 	out.Plan(plan)
 	for i, frame := range frames {

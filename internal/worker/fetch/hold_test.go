@@ -84,7 +84,7 @@ func (s *server) asked() []time.Duration {
 // TestHold: what comes after a startup set waits for the end of the start; what is
 // missed all the same comes alone.
 func TestHold(t *testing.T) {
-	m := newImage(t, "a", append(files(10), blob(98, 6000), blob(99, 8<<20))...)
+	m := newImage(t, append(files(10), blob(98, 6000), blob(99, 8<<20))...)
 	m.startup = [][]trace.Run{{{Content: m.index(blob(98, 6000)), First: 0, Blocks: 2}}}
 	run := func(name string, change func(*Options), fn func(t *testing.T, s *server, w *worker, h *held)) {
 		t.Run(name, func(t *testing.T) {
@@ -126,7 +126,7 @@ func TestHold(t *testing.T) {
 
 // TestHoldMissedOften: a start that misses much was given the wrong set.
 func TestHoldMissedOften(t *testing.T) {
-	m := newImage(t, "a", append(files(10), blob(98, 6000), blob(99, 24<<20))...)
+	m := newImage(t, append(files(10), blob(98, 6000), blob(99, 24<<20))...)
 	m.startup = [][]trace.Run{{{Content: m.index(blob(98, 6000)), First: 0, Blocks: 2}}}
 	with(t, m, func(t *testing.T, s *server, w *worker) {
 		h := holding(t, s, w, nil)

@@ -11,7 +11,7 @@ import (
 // keptImage has a startup set of which the second frame holds filled pages, all of
 // them of one content.
 func keptImage(t *testing.T) (m *image, content uint32) {
-	m = newImage(t, "a", append(files(10), blob(98, 6000), blob(99, 4<<20))...)
+	m = newImage(t, append(files(10), blob(98, 6000), blob(99, 4<<20))...)
 	content = m.index(blob(99, 4<<20))
 	m.startup = [][]trace.Run{{{Content: m.index(blob(98, 6000)), First: 0, Blocks: 2}}, nil}
 	for first := uint32(100); first < 140; first += 8 { // and between them others

@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 	"maps"
@@ -19,16 +18,14 @@ import (
 	"time"
 
 	"github.com/opencontainers/go-digest"
-	"github.com/opencontainers/image-spec/identity"
-	"github.com/opencontainers/image-spec/specs-go"
-	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
-	"golang.org/x/sys/unix"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/format/toc"
+	"hydrofoil.dev/foil/internal/format/toc/toctest"
 	"hydrofoil.dev/foil/internal/format/trace"
 	"hydrofoil.dev/foil/internal/worker/arena"
+	"hydrofoil.dev/foil/internal/worker/bundletest"
 	"hydrofoil.dev/foil/internal/worker/remote"
 	"hydrofoil.dev/foil/internal/worker/remote/remotetest"
 )
@@ -43,9 +40,7 @@ type fataler interface {
 
 // image is an image on the fake server.
 type image struct {
-	bundle.Image
-	toc  *toc.TOC
-	data map[segment.ID][]byte
+	*bundletest.Image
 	// startup is the startup set of every service, a frame each, but of those in
 	// services, by their first argument.
 	startup  [][]trace.Run
@@ -56,12 +51,12 @@ type image struct {
 
 // content returns the bytes of a content.
 func (m *image) content(i uint32) (b []byte) {
-	c := m.toc.Contents[i]
-	for _, s := range m.toc.Segments[c.First : c.First+c.Segments] {
+	c := m.Tree.Contents[i]
+	for _, s := range m.Tree.Segments[c.First : c.First+c.Segments] {
 		if s.ID.IsHole() {
 			b = append(b, make([]byte, s.Length)...)
 		} else {
-			b = append(b, m.data[s.ID]...)
+			b = append(b, m.Data[s.ID]...)
 		}
 	}
 	return b
@@ -70,7 +65,7 @@ func (m *image) content(i uint32) (b []byte) {
 // index returns the number of the content that file i of newImage has.
 func (m *image) index(file []byte) uint32 {
 	id := segment.Sum(file)
-	return uint32(slices.IndexFunc(m.toc.Contents, func(c toc.Content) bool { return c.ID == id }))
+	return uint32(slices.IndexFunc(m.Tree.Contents, func(c toc.Content) bool { return c.ID == id }))
 }
 
 // blob returns n bytes that seed decides, compressible a little.
@@ -84,56 +79,13 @@ func blob(seed uint64, n int) []byte {
 }
 
 // newImage returns an image of the files.
-func newImage(t fataler, name string, files ...[]byte) *image {
+func newImage(t fataler, files ...[]byte) *image {
 	t.Helper()
-	m := &image{data: make(map[segment.ID][]byte)}
-	diff := digest.FromString(name)
-	m.ChainID = identity.ChainID([]digest.Digest{diff})
-	root := &toc.File{Mode: unix.S_IFDIR | 0o755, Children: map[string]*toc.File{}}
-	sp := segment.NewSplitter(nil)
-	for i, f := range files {
-		file := &toc.File{Mode: unix.S_IFREG | 0o644}
-		sp.Reset(bytes.NewReader(f))
-		c := &toc.Bytes{}
-		for {
-			p, err := sp.Next()
-			if errors.Is(err, io.EOF) {
-				break
-			}
-			if err != nil {
-				t.Fatal(err)
-			}
-			c.Segments = append(c.Segments, toc.Segment{ID: p.ID, Offset: p.Offset, Length: p.Length})
-			m.data[p.ID] = slices.Clone(p.Bytes)
-		}
-		if c.ID, c.Size = sp.Content(); c.Size > 0 {
-			file.Content = c
-		}
-		root.Children[fmt.Sprintf("%04d", i)] = file
+	f := make(toctest.Files)
+	for i, b := range files {
+		f[fmt.Sprintf("%04d", i)] = string(b)
 	}
-	var err error
-	if m.toc, err = toc.Build(m.ChainID, root); err != nil {
-		t.Fatal(err)
-	}
-	if m.TOC, err = toc.Encode(m.toc); err != nil {
-		t.Fatal(err)
-	}
-	m.TOCDigest, m.Segments = toc.Digest(m.TOC), uint32(len(m.toc.Segments))
-	m.Config = jsonBlob(ocispec.MediaTypeImageConfig, ocispec.Image{RootFS: ocispec.RootFS{Type: "layers", DiffIDs: []digest.Digest{diff}}})
-	m.Manifest = jsonBlob(ocispec.MediaTypeImageManifest, ocispec.Manifest{
-		Versioned: specs.Versioned{SchemaVersion: 2},
-		Config:    ocispec.Descriptor{Digest: m.Config.Digest},
-		Layers:    []ocispec.Descriptor{{Digest: diff}},
-	})
-	return m
-}
-
-func jsonBlob(mediaType string, v any) bundle.Blob {
-	b, err := json.Marshal(v)
-	if err != nil {
-		panic(err)
-	}
-	return bundle.Blob{Digest: digest.FromBytes(b), MediaType: mediaType, Bytes: b}
+	return &image{Image: bundletest.NewImage(t, f)}
 }
 
 // script is what goes wrong with one stream.
@@ -316,7 +268,7 @@ func (s *server) pull(w http.ResponseWriter, r *http.Request) {
 		sc.header(out)
 	}
 	m := s.image
-	header := m.Image
+	header := m.Image.Image
 	for _, h := range req.Have {
 		if h.ChainID == m.ChainID && h.TOC == m.TOCDigest {
 			header.TOC = nil
@@ -446,10 +398,10 @@ func (s *server) startup(out *bundle.Writer, req *bundle.Request, sc script, lea
 				}
 			}
 		}
-		for c, content := range m.toc.Contents {
+		for c, content := range m.Tree.Contents {
 			for i := range trace.Pages(content.Size) {
 				all := true
-				for k, seg := range m.toc.Segments[content.First : content.First+content.Segments] {
+				for k, seg := range m.Tree.Segments[content.First : content.First+content.Segments] {
 					k += int(content.First)
 					if seg.Offset < int64(i+1)*4096 && seg.Offset+int64(seg.Length) > int64(i)*4096 {
 						all = all && !seg.ID.IsHole() && (h.Present == nil || h.Present[k/8]>>(k%8)&1 != 0)
@@ -475,7 +427,7 @@ func (s *server) startup(out *bundle.Writer, req *bundle.Request, sc script, lea
 		f := bundle.StartupFrame{First: uint32(len(set.Runs))}
 		var raw []byte
 		for _, r := range runs {
-			size, content := m.toc.Contents[r.Content].Size, m.content(r.Content)
+			size, content := m.Tree.Contents[r.Content].Size, m.content(r.Content)
 			for i := r.First; i < r.End(); i++ {
 				p := page{r.Content, i}
 				if here[p] || late[p] {
@@ -497,7 +449,7 @@ func (s *server) startup(out *bundle.Writer, req *bundle.Request, sc script, lea
 		}
 		at := int64(0)
 		for _, r := range set.Runs[f.First:] {
-			size := m.toc.Contents[r.Content].Size
+			size := m.Tree.Contents[r.Content].Size
 			_, n := r.Range(size)
 			if lie && !r.Whole(size) {
 				raw[at] ^= 1
@@ -511,10 +463,10 @@ func (s *server) startup(out *bundle.Writer, req *bundle.Request, sc script, lea
 		set.Frames, frames = append(set.Frames, f), append(frames, data)
 	}
 	set.Filled = min(m.filled, len(set.Frames))
-	out.Startup(set, m.toc)
+	out.Startup(set, m.Tree)
 	out.Flush()
-	for c, content := range m.toc.Contents {
-		for _, seg := range m.toc.Segments[content.First : content.First+content.Segments] {
+	for c, content := range m.Tree.Contents {
+		for _, seg := range m.Tree.Segments[content.First : content.First+content.Segments] {
 			all := true
 			for i := uint32(seg.Offset / 4096); int64(i)*4096 < seg.Offset+int64(seg.Length); i++ {
 				all = all && here[page{uint32(c), i}]
@@ -552,7 +504,7 @@ func (s *server) plan(m *image, req *bundle.Request, leave map[segment.ID]bool) 
 	}
 	for _, h := range req.Have {
 		if m != nil && m.ChainID == h.ChainID && m.TOCDigest == h.TOC {
-			for i, seg := range m.toc.Segments {
+			for i, seg := range m.Tree.Segments {
 				if h.Present == nil || h.Present[i/8]>>(i%8)&1 != 0 {
 					have[seg.ID] = true
 				}
@@ -583,7 +535,7 @@ func (s *server) plan(m *image, req *bundle.Request, leave map[segment.ID]bool) 
 	if m == nil {
 		return p, nil
 	}
-	for i, seg := range m.toc.Segments {
+	for i, seg := range m.Tree.Segments {
 		if have[seg.ID] {
 			continue
 		}
@@ -593,7 +545,7 @@ func (s *server) plan(m *image, req *bundle.Request, leave map[segment.ID]bool) 
 			size = int(seg.Length)
 		}
 		p.Segments = append(p.Segments, uint32(i))
-		bytes, ids = append(bytes, m.data[seg.ID]), append(ids, seg.ID)
+		bytes, ids = append(bytes, m.Data[seg.ID]), append(ids, seg.ID)
 	}
 	flush()
 	return p, frames
@@ -739,13 +691,13 @@ func (w *worker) options(c *remote.Client) Options {
 func (w *worker) contents(m *image) []byte {
 	l := w.arenas[m.ChainID].Layout()
 	want := make([]byte, l.Size())
-	for i, c := range m.toc.Contents {
+	for i, c := range m.Tree.Contents {
 		off, ok := l.Offset(i)
 		if !ok {
 			continue
 		}
-		for _, s := range m.toc.Segments[c.First : c.First+c.Segments] {
-			copy(want[off+s.Offset:], m.data[s.ID])
+		for _, s := range m.Tree.Segments[c.First : c.First+c.Segments] {
+			copy(want[off+s.Offset:], m.Data[s.ID])
 		}
 	}
 	return want

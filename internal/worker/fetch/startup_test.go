@@ -24,12 +24,12 @@ import (
 
 // drawStartup draws a startup set of an image.
 func drawStartup(t *rapid.T, m *image) (frames [][]trace.Run) {
-	if len(m.toc.Contents) == 0 {
+	if len(m.Tree.Contents) == 0 {
 		return nil
 	}
 	run := rapid.Custom(func(t *rapid.T) trace.Run {
-		r := trace.Run{Content: rapid.Uint32Range(0, uint32(len(m.toc.Contents)-1)).Draw(t, "content")}
-		pages := trace.Pages(m.toc.Contents[r.Content].Size)
+		r := trace.Run{Content: rapid.Uint32Range(0, uint32(len(m.Tree.Contents)-1)).Draw(t, "content")}
+		pages := trace.Pages(m.Tree.Contents[r.Content].Size)
 		r.First = rapid.Uint32Range(0, pages-1).Draw(t, "first")
 		r.Blocks = rapid.Uint32Range(1, min(pages-r.First, 20)).Draw(t, "blocks")
 		return r
@@ -52,7 +52,7 @@ func damagePages(n int) func(int, []byte) []byte {
 // large ones, of which the second is in the set with all of its pages.
 func startupImage(t *testing.T) (m *image, small, large, whole uint32) {
 	f := append(files(20), blob(98, 6000), blob(99, 3<<20), blob(100, 40_000))
-	m = newImage(t, "a", f...)
+	m = newImage(t, f...)
 	small, large, whole = m.index(f[20]), m.index(f[21]), m.index(f[22])
 	m.startup = [][]trace.Run{
 		{{Content: large, First: 700, Blocks: 3}, {Content: small, First: 0, Blocks: 2}, {Content: whole, First: 3, Blocks: 7}},
@@ -73,7 +73,7 @@ func (w *worker) has(m *image, r trace.Run) bool {
 	a := w.arenas[m.ChainID]
 	w.mu.Unlock()
 	at, _ := a.Layout().Offset(int(r.Content))
-	off, n := r.Range(m.toc.Contents[r.Content].Size)
+	off, n := r.Range(m.Tree.Contents[r.Content].Size)
 	return a.Present(at+off, n)
 }
 
@@ -145,8 +145,8 @@ func TestStartup(t *testing.T) {
 			t.Errorf("promotions: %v", s.promotions)
 		}
 		for _, c := range []uint32{small, whole} {
-			content := m.toc.Contents[c]
-			for _, seg := range m.toc.Segments[content.First : content.First+content.Segments] {
+			content := m.Tree.Contents[c]
+			for _, seg := range m.Tree.Segments[content.First : content.First+content.Segments] {
 				if slices.Contains(s.sent, seg.ID) {
 					t.Errorf("content %d came as pages and as segments", c)
 				}
@@ -431,7 +431,7 @@ func TestContradiction(t *testing.T) {
 func TestStartupWithoutTOC(t *testing.T) {
 	m, _, large, _ := startupImage(t)
 	with(t, m, func(t *testing.T, s *server, w *worker) {
-		l, err := arena.NewLayout(m.toc, nil)
+		l, err := arena.NewLayout(m.Tree, nil)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -464,7 +464,7 @@ func TestStartupWithoutTOC(t *testing.T) {
 		}
 		// Nobody has the TOC.
 		o.TOC = func(context.Context, *bundle.Image) ([]byte, error) { return nil, errors.New("no TOC") }
-		o.Request.Have[0].Present, o.Request.Have[0].Pages = make([]byte, (len(m.toc.Segments)+7)/8), nil
+		o.Request.Have[0].Present, o.Request.Have[0].Pages = make([]byte, (len(m.Tree.Segments)+7)/8), nil
 		if err := Start(t.Context(), o).Wait(); err == nil || !strings.Contains(err.Error(), "no TOC") {
 			t.Errorf("without the TOC: %v", err)
 		}
