@@ -34,6 +34,8 @@ type Server struct {
 	promoted []uint32 // frames that were asked for ahead of their turn
 	streams  []*Stream
 	closed   bool
+	accept   func(*http.Request) bool // nil: everybody
+	headers  []http.Header            // of requests
 }
 
 // Stream is a stream of a Server. Change changes it.
@@ -95,6 +97,20 @@ func (s *Server) Serve(name string, m *Image) (ref string) {
 	defer s.mu.Unlock()
 	s.images[name] = m
 	return s.Addr + "/" + name
+}
+
+// Accept has the server refuse whoever fn does not accept.
+func (s *Server) Accept(fn func(*http.Request) bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.accept = fn
+}
+
+// Headers are those of all requests, refused ones included.
+func (s *Server) Headers() []http.Header {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.Clone(s.headers)
 }
 
 // SetLimit lets streams send so many frames each; -1: all.
@@ -216,6 +232,16 @@ func (s *Server) pull(w http.ResponseWriter, r *http.Request) {
 	req, err := bundle.DecodeRequest(body)
 	if err != nil {
 		http.Error(w, err.Error(), http.StatusBadRequest)
+		return
+	}
+	s.mu.Lock()
+	s.headers = append(s.headers, r.Header)
+	accept := s.accept
+	s.mu.Unlock()
+	if accept != nil && !accept(r) {
+		w.Header().Set("WWW-Authenticate", `Basic realm="test"`)
+		w.WriteHeader(http.StatusUnauthorized)
+		_ = json.NewEncoder(w).Encode(bundle.Error{Code: bundle.CodeUnauthorized, Message: "not you"})
 		return
 	}
 	var out *bundle.Writer

@@ -115,7 +115,7 @@ func TestUsageCountsWhatIsSharedOnce(t *testing.T) {
 		eventually(t, "the sum is what the disk has", func() error {
 			var got, want int64
 			for _, m := range images {
-				size, inodes, err := h.n.RootfsUsage(m.ChainID)
+				size, inodes, err := h.n.RootfsUsage(h.key(m))
 				if err != nil || inodes == 0 {
 					t.Fatalf("usage: %d inodes, %v", inodes, err)
 				}

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/pull"
 )
 
 // A host boots, and its network comes up later: reads wait, as they would for a
@@ -208,7 +209,7 @@ func TestAPullThatHasFailedIsNotJoined(t *testing.T) {
 	s.Serve("app:1", m)
 	ended, end := context.WithCancel(t.Context())
 	end()
-	if _, err := h.n.pulls.Start(ended, api.PullRequest{Ref: ref}, "", false); !errors.Is(err, context.Canceled) {
+	if _, err := h.n.pulls.Start(ended, api.PullRequest{Ref: ref}, pull.How{}); !errors.Is(err, context.Canceled) {
 		t.Errorf("a pull that joins: %v, want one that waits", err)
 	}
 	go func() {

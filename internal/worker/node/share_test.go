@@ -166,7 +166,7 @@ func TestPullsShareNoMore(t *testing.T) {
 		"its arena is damaged": {
 			do: func(v *sharing) {
 				// The bytes change as soon as they are there.
-				a := v.n.store.Get(v.a.ChainID).Arena()
+				a := v.n.store.Get(v.key(v.a)).Arena()
 				stop, stopped := make(chan struct{}), make(chan struct{})
 				v.t.Cleanup(func() {
 					close(stop)

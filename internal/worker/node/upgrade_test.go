@@ -11,6 +11,7 @@ import (
 	"testing"
 
 	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/pull"
 )
 
 // before rewrites the state of a root, which no daemon uses, as the builds did that had
@@ -70,7 +71,7 @@ func TestUpgradeOfAnIncompleteImage(t *testing.T) {
 			ref := s.Serve("app:1", m)
 			s.SetLimit(arrived)
 			h := newHost(t)
-			if _, err := h.n.pulls.Start(t.Context(), api.PullRequest{Ref: ref, Entrypoint: []string{"/f"}, Args: []string{"x"}}, "", false); err != nil {
+			if _, err := h.n.pulls.Start(t.Context(), api.PullRequest{Ref: ref, Entrypoint: []string{"/f"}, Args: []string{"x"}}, pull.How{}); err != nil {
 				t.Fatal(err)
 			}
 			h.mustPull(ref, api.Mounted)
