@@ -1,9 +1,11 @@
-// Package bundletest is the server of bundles in tests: of package node, and of the lies in package
-// hostiletest. An Image can be made to say what is not so; a Server sends it all the same.
+// Package bundletest has the servers of bundles in tests. A Server has images by name and holds frames back: for
+// packages node and hostiletest. A Scripted has one image, and streams that go wrong in all ways: for package fetch.
+// An Image can be made to say what is not so; both send it all the same.
 package bundletest
 
 import (
 	"encoding/json"
+	"slices"
 
 	"github.com/opencontainers/go-digest"
 	"github.com/opencontainers/image-spec/specs-go"
@@ -13,6 +15,7 @@ import (
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/format/toc"
 	"hydrofoil.dev/foil/internal/format/toc/toctest"
+	"hydrofoil.dev/foil/internal/format/trace"
 )
 
 // Image is an image of one layer.
@@ -21,6 +24,13 @@ type Image struct {
 	Tree  *toc.TOC
 	Data  map[segment.ID][]byte // of the segments; what is not there is never sent
 	Files toctest.Files
+
+	// What a Scripted sends of startup sets. Startup is the set of every service, a frame each, but of those in
+	// Services, by their first argument; Filled of the last frames of a set are filled, at most all. Here is said to be on the worker.
+	Startup  [][]trace.Run
+	Filled   int
+	Services map[string][][]trace.Run
+	Here     []trace.Run
 }
 
 // NewImage returns an image of the files.
@@ -72,4 +82,23 @@ func JSON(t toctest.T, mediaType string, v any) bundle.Blob {
 		t.Fatal(err)
 	}
 	return bundle.Blob{Digest: digest.FromBytes(b), MediaType: mediaType, Bytes: b}
+}
+
+// Content returns the bytes of a content.
+func (m *Image) Content(i uint32) (b []byte) {
+	c := m.Tree.Contents[i]
+	for _, s := range m.Tree.Segments[c.First : c.First+c.Segments] {
+		if s.ID.IsHole() {
+			b = append(b, make([]byte, s.Length)...)
+		} else {
+			b = append(b, m.Data[s.ID]...)
+		}
+	}
+	return b
+}
+
+// Index returns the number of the content that a file has.
+func (m *Image) Index(file []byte) uint32 {
+	id := segment.Sum(file)
+	return uint32(slices.IndexFunc(m.Tree.Contents, func(c toc.Content) bool { return c.ID == id }))
 }

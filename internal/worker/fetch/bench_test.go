@@ -188,7 +188,7 @@ func BenchmarkPull(b *testing.B) {
 		plan.ContentBytes += int64(f.raw)
 	}
 	img := newImage(b, []byte("x"))
-	header := img.Image.Image
+	header := img.Image
 	header.Segments = uint32(len(t.Segments))
 	header.TOC = nil // it would have to have names; Open knows it
 	s := &http.Server{Protocols: new(http.Protocols), Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {

@@ -33,21 +33,21 @@ func TestElsewhere(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			with(t, m, func(t *testing.T, s *server, w *worker) {
-				conn := s.client(t, remote.Options{})
+				conn := s.Client(t, remote.Options{})
 				defer conn.Close()
 				var p *Pull
 				var list []int
 				started := make(chan struct{})
 				if c.bring {
-					s.scripts = make([]script, c.requests)
-					s.scripts[min(1, c.requests-1)].before = func(pos int, serving *serving) {
+					s.Scripts = make([]script, c.requests)
+					s.Scripts[min(1, c.requests-1)].Before = func(pos int, serving *serving) {
 						if pos != 1 {
 							return
 						}
 						<-started
 						p.Bring(list)
 						if c.requests == 1 {
-							<-serving.arrived // a promotion
+							<-serving.Arrived // a promotion
 						}
 					}
 				}
@@ -64,8 +64,8 @@ func TestElsewhere(t *testing.T) {
 					t.Fatal(err)
 				}
 				a := w.arena(t, m)
-				if n := a.Missing(); n != c.missing || len(s.requests) != c.requests || asked != 1 {
-					t.Errorf("%d segments are missing after %d requests, of which %d chose; want %d after %d", n, len(s.requests), asked, c.missing, c.requests)
+				if n := a.Missing(); n != c.missing || len(s.Requests) != c.requests || asked != 1 {
+					t.Errorf("%d segments are missing after %d requests, of which %d chose; want %d after %d", n, len(s.Requests), asked, c.missing, c.requests)
 				}
 				for _, i := range list {
 					if c.missing > 0 && a.HasSegment(i) {
