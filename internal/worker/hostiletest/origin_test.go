@@ -125,6 +125,24 @@ func TestAnotherTOCIsAConflictAndAnotherRootfs(t *testing.T) {
 	}
 }
 
+// So it is for an image that is here, when containerd asks what a tag names.
+func TestAnotherTOCOfWhatIsHereIsTold(t *testing.T) {
+	s := bundletest.New(t)
+	good := private(t)
+	w := newWorker(t)
+	tag := s.Serve("app:1", good)
+	ref := s.Addr + "/app@" + good.Manifest.Digest.String()
+	w.mustPull(ref, api.Complete)
+	s.Serve("app:1", rogue(t).As(t, good))
+	if _, err := w.n.Header(t.Context(), api.PullRequest{Ref: tag}); err != nil {
+		t.Fatal(err)
+	}
+	if !strings.Contains(w.log.String(), "conflict: ") {
+		t.Error("nobody is told")
+	}
+	w.reads(ref, "secret", secret)
+}
+
 // A content that another registry's image has is not had by naming its hash.
 func TestContentsAreNotLentToAnotherOrigin(t *testing.T) {
 	for name, file := range map[string]string{"one segment": "secret", "several": "program"} {

@@ -152,7 +152,13 @@ func (p *Pull) announce(img *bundle.Image) error {
 	name := p.ref.Host + "/" + p.ref.Repository + "@" + img.Manifest.Digest.String()
 	c.header = &Header{Name: name, Manifest: img.Manifest, Chosen: img.Chosen, Config: img.Config}
 	defer close(c.headed)
-	if p.s.isHere(name) || p.s.Running(name) {
+	if p.s.isHere(name) {
+		if here := p.s.images.Get(name); here != nil {
+			p.s.store.TellConflict(p.ref.Host, here.Rootfs, img)
+		}
+		return errUnclaimed
+	}
+	if p.s.Running(name) {
 		return errUnclaimed
 	}
 	// The image's name is the one by which containerd's snapshotter pulls.

@@ -121,6 +121,12 @@ func TestAnImageOnAForeignRootfs(t *testing.T) {
 	if err := prepare(t, s, plain, 2, names[1]); !errdefs.IsFailedPrecondition(err) {
 		t.Errorf("unpacked on it: %v", err)
 	}
+	// A layer that was skipped would be unpacked on it, too.
+	higher := f.from(f.add(t, "a", "b", "f", "g"), "other.example")
+	virtual := pullBy(t, s, higher, 2, names[1])[0]
+	if _, err := s.View(t.Context(), "view", virtual); !errdefs.IsFailedPrecondition(err) {
+		t.Errorf("a view of a layer on it: %v", err)
+	}
 	own := f.add(t, "a", "b", "e")
 	delete(f.offered, own.name)
 	if err := prepare(t, s, own, 2, names[1]); err != nil {

@@ -62,7 +62,7 @@ func (s *Store) Open(w Wanted) (r *Rootfs, made Placement, err error) {
 	if w.TOC == nil {
 		return nil, nil, fmt.Errorf("the server sent no TOC of rootfs %s, which is not here", w.Image.ChainID)
 	}
-	s.tellConflict(w)
+	s.TellConflict(w.Registry, w.Named, w.Image)
 	if r, made, err = s.layOut(w); err != nil {
 		return nil, nil, err
 	}
@@ -81,13 +81,14 @@ func (s *Store) find(w Wanted) *Rootfs {
 	return s.Find(w.Registry, w.Named, w.Image.ChainID, w.Image.TOCDigest)
 }
 
-// tellConflict tells of a TOC that is not the one by which the chain ID is known in the same origin. Both cannot be
-// what the image's layers make, unless the server has changed its format.
-func (s *Store) tellConflict(w Wanted) {
+// TellConflict tells of an image whose TOC is not the one by which the chain ID is known in the same origin. Both cannot be
+// what the image's layers make, unless the server has changed its format. named is the rootfs that the image's
+// reference names by now, if any.
+func (s *Store) TellConflict(registry string, named origin.Key, img *bundle.Image) {
 	for _, r := range s.List() {
-		if r.ChainID() == w.Image.ChainID && r.TOC() != w.Image.TOCDigest && (s.mayServe(r, w.Registry) || r.Key() == w.Named) {
-			s.log.Warn("conflict: the server describes a rootfs by another TOC than before; the image that is pulled has a rootfs of its own", "registry", w.Registry,
-				"chain", w.Image.ChainID, "toc", w.Image.TOCDigest, "before", r.TOC(), "image", s.opts.Names.Image(r.Key()))
+		if r.ChainID() == img.ChainID && r.TOC() != img.TOCDigest && (s.mayServe(r, registry) || r.Key() == named) {
+			s.log.Warn("conflict: the server describes a rootfs by another TOC than before; each image keeps the one that it was pulled by", "registry", registry,
+				"chain", img.ChainID, "toc", img.TOCDigest, "before", r.TOC(), "image", s.opts.Names.Image(r.Key()))
 			s.opts.Conflict()
 			return
 		}
