@@ -19,7 +19,8 @@ func (p *Pull) named() origin.Key {
 	return ""
 }
 
-// note notes what the header says of the image, once.
+// note begins the record of the image, once. It names the rootfs that the image has unless an older version, or another
+// registry of its group, left one: then names begins it anew.
 func (p *Pull) note(img *bundle.Image) {
 	made := &images.Image{
 		Version:  images.Version,
@@ -30,6 +31,7 @@ func (p *Pull) note(img *bundle.Image) {
 		Manifest: img.Manifest.Bytes,
 		Config:   img.Config.Bytes,
 		ChainID:  img.ChainID,
+		Rootfs:   origin.KeyOf(p.ref.Host, img.ChainID, img.TOCDigest),
 		Created:  time.Now().UTC(),
 
 		Entrypoint: p.req.Entrypoint,
@@ -42,38 +44,41 @@ func (p *Pull) note(img *bundle.Image) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.image == nil {
-		p.image = made
+		p.stage(made)
 	}
 }
 
-// names begins the record of the image, which is mounted from r; once more if a later stream has found another
-// rootfs, because the server has changed its TOC.
+// names has the record of the image name r. A later stream may have found another rootfs than the first: the server
+// has changed its TOC.
 func (p *Pull) names(r *store.Rootfs) {
 	p.mu.Lock()
-	if p.image.Rootfs == r.Key() {
-		p.mu.Unlock()
-		return
+	defer p.mu.Unlock()
+	if p.image.Rootfs != r.Key() {
+		made := *p.image
+		made.Rootfs = r.Key()
+		p.stage(&made)
 	}
+}
+
+// stage begins a record, in the place of one that was begun before. That it is on the disk is waited for when
+// everything else is ready. Called with p.mu held.
+func (p *Pull) stage(made *images.Image) {
 	old, done := p.record, p.recorded
-	made := *p.image
-	made.Rootfs = r.Key()
-	// That it is on the disk is waited for when everything else is ready.
 	var record records.Staged
 	var err error
 	staged := make(chan struct{})
-	p.image, p.recorded, p.record = &made, false, func() (records.Staged, error) {
+	p.image, p.recorded, p.record = made, false, func() (records.Staged, error) {
 		<-staged
 		return record, err
 	}
-	p.mu.Unlock()
 	p.work.Go(func() {
 		defer close(staged)
 		if old != nil && !done {
-			if staged, err := old(); err == nil {
-				staged.Drop()
+			if before, err := old(); err == nil {
+				before.Drop()
 			}
 		}
-		record, err = p.s.images.Stage(&made)
+		record, err = p.s.images.Stage(made)
 	})
 }
 
