@@ -20,29 +20,32 @@ import (
 	"hydrofoil.dev/foil/internal/worker/rootfs"
 )
 
+// edit changes a record.
+func (h *host) edit(path string, change func(map[string]any)) {
+	h.t.Helper()
+	var record map[string]any
+	b, err := os.ReadFile(path)
+	if err == nil {
+		err = json.Unmarshal(b, &record)
+	}
+	if err == nil {
+		change(record)
+		b, err = json.Marshal(record)
+	}
+	if err == nil {
+		err = os.WriteFile(path, b, 0o600)
+	}
+	if err != nil {
+		h.t.Fatal(err)
+	}
+}
+
 // withoutOrigins makes of a root what a version would have left that knew no origins: rootfs are named by chain IDs, and
 // neither they nor images say whose they are. The host has rebooted.
 func (h *host) withoutOrigins() {
 	h.t.Helper()
 	h.reboot()
-	edit := func(path string, change func(map[string]any)) {
-		h.t.Helper()
-		var record map[string]any
-		b, err := os.ReadFile(path)
-		if err == nil {
-			err = json.Unmarshal(b, &record)
-		}
-		if err == nil {
-			change(record)
-			b, err = json.Marshal(record)
-		}
-		if err == nil {
-			err = os.WriteFile(path, b, 0o600)
-		}
-		if err != nil {
-			h.t.Fatal(err)
-		}
-	}
+	edit := h.edit
 	old := make(map[string]string) // chain IDs by key
 	paths, _ := filepath.Glob(filepath.Join(h.root, "rootfs", "*", rootfs.RecordName))
 	for _, path := range paths {
@@ -109,6 +112,20 @@ func TestARootfsOfBeforeOriginsIsItsImagesOnly(t *testing.T) {
 	h.here(refHalf, 10000)
 	s.Stop()
 	h.withoutOrigins()
+	h.start()
+	h.same(m)
+	// An upgrade is most often one of a daemon whose mounts stay.
+	h.stop()
+	for _, m := range []*fakeImage{m, half} {
+		h.edit(filepath.Join(h.dir(m), rootfs.RecordName), func(r map[string]any) {
+			r["version"] = 1
+			delete(r, "origin")
+			delete(r, "unwalled")
+		})
+	}
+	for _, ref := range []string{ref, refHalf} {
+		h.edit(h.imagePath(ref), func(r map[string]any) { delete(r, "rootfs") })
+	}
 	h.start()
 	h.same(m)
 	if rec := h.record(m); rec.Origin != s.Addr || !rec.Unwalled || rec.Version != rootfs.RecordVersion {
