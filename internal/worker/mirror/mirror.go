@@ -153,6 +153,10 @@ func (m *Mirror) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 			return
 		}
 	}
+	if kind == "manifests" && byDigest && r.Method == http.MethodGet && m.opts.Besides != nil && m.opts.Besides(name+"@"+reference) {
+		m.another(w, r, registry, name, name+"@"+reference)
+		return
+	}
 	if kind == "blobs" || byDigest && r.Method == http.MethodGet {
 		// Of other platforms, too: an image that is not run needs no bundle.
 		pass(w, "not of an image that was just asked for")
@@ -210,6 +214,22 @@ func (m *Mirror) resolvePlain(r *http.Request, name, ref string) (*bundle.Blob, 
 		return nil, &claimError{fmt.Errorf("it is not known which layers it has, and there are images of other registries here that are not proven: %w", err)}
 	}
 	return m.take(name, h)
+}
+
+// another answers for a manifest that was not asked for by its name: of an index containerd may choose another one than
+// the server has. After whatever error containerd would ask the next host for it. So one that is refused is
+// answered by what is not it: containerd compares the digest, and gives up.
+func (m *Mirror) another(w http.ResponseWriter, r *http.Request, registry, name, ref string) {
+	b, err := m.resolvePlain(r, name, ref)
+	switch refused := (*claimError)(nil); {
+	case err == nil:
+		m.answer(w, r, b)
+	case errors.As(err, &refused):
+		m.log.Error("an image is refused to containerd", "image", ref, "error", err)
+		_, _ = fmt.Fprintln(w, err)
+	default:
+		m.refuse(w, r, registry, name, ref, err)
+	}
 }
 
 // isDemand reports whether an image is refused for want of credentials.

@@ -189,6 +189,18 @@ func TestMirrorSeesPlainImages(t *testing.T) {
 	if code, _ := do(m, "HEAD", "/v2/away/manifests/1?ns=r.example"); code != http.StatusMultipleChoices {
 		t.Errorf("one whose layers are not known: %d", code)
 	}
+	// A manifest that containerd has chosen itself. After an error it would ask the next host.
+	chosen := blob("application/vnd.oci.image.manifest.v1+json", `{"layers":[],"x":1}`)
+	name := "r.example/hub@" + chosen.Digest.String()
+	f.headers["plain "+name] = &pull.Header{Name: name, Manifest: chosen, Config: h.Config}
+	target := "/v2/hub/manifests/" + chosen.Digest.String() + "?ns=r.example"
+	if code, got := do(m, "GET", target); code != 200 || strings.Contains(got, string(chosen.Bytes)) {
+		t.Errorf("a manifest that is refused: %d %s", code, got)
+	}
+	m.opts.Claim = func(*pull.Header) error { return nil }
+	if code, got := do(m, "GET", target); code != 200 || !strings.Contains(got, string(chosen.Bytes)) {
+		t.Errorf("one that is not: %d %s", code, got)
+	}
 	besides = false
 	asked := len(f.plainly)
 	if code, _ := do(m, "HEAD", "/v2/away/manifests/1?ns=r.example"); code != 404 || len(f.plainly) != asked {

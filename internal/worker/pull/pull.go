@@ -72,7 +72,7 @@ type Pull struct {
 
 // newPull makes a pull that run is still to be called of.
 func (s *Puller) newPull(r Ref, req api.PullRequest) *Pull {
-	p := &Pull{s: s, ref: r, req: req, shown: s.Want(r, req).Credential, begun: time.Now(), asked: make(chan struct{}), placed: make(chan struct{}), number: s.begun.Add(1)}
+	p := &Pull{s: s, ref: r, req: req, begun: time.Now(), asked: make(chan struct{}), placed: make(chan struct{}), number: s.begun.Add(1)}
 	p.events.changed = make(chan struct{})
 	p.ctx, p.stop = context.WithCancelCause(s.ctx)
 	p.shares.init(p)

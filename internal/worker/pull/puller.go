@@ -174,10 +174,12 @@ func (s *Puller) Start(ctx context.Context, req api.PullRequest, how How) (*Pull
 	}
 	how.shown = s.Want(r, req).Credential
 	for {
-		p, failing, err := s.find(r, req, how)
+		p, begun, failing, err := s.find(r, req, how)
 		switch {
 		case err != nil:
 			return nil, err
+		case begun:
+			return p, nil
 		case failing == nil && how.admits(p):
 			p.join(req)
 			return p, nil
@@ -195,32 +197,32 @@ func (s *Puller) Start(ctx context.Context, req api.PullRequest, how How) (*Pull
 }
 
 // find returns the pull of a reference that runs, claims one that was begun for its
-// header, or begins one; or returns one that has failed and has not ended.
-func (s *Puller) find(r Ref, req api.PullRequest, how How) (p, failing *Pull, err error) {
+// header, or begins one, which begun says; or returns one that has failed and has not ended.
+func (s *Puller) find(r Ref, req api.PullRequest, how How) (p *Pull, begun bool, failing *Pull, err error) {
 	s.mu.Lock()
 	if s.closing {
 		s.mu.Unlock()
-		return nil, nil, ErrStopping
+		return nil, false, nil, ErrStopping
 	}
 	if s.blocked[r.Name] {
 		s.mu.Unlock()
-		return nil, nil, api.Errorf(api.CodeConflict, "image %s is just being removed: try again in a moment", r)
+		return nil, false, nil, api.Errorf(api.CodeConflict, "image %s is just being removed: try again in a moment", r)
 	}
 	p = s.pulls[r.Name]
 	if p != nil && p.hasFailed() && !p.Ended() {
 		s.mu.Unlock()
-		return nil, p, nil
+		return nil, false, p, nil
 	}
 	if p == nil || p.Ended() {
 		if p = s.claim(r.Name, how); p == nil {
 			p = s.newPull(r, req)
 			p.resumed, p.shown = how.Resumed, how.shown
-			s.pulls[r.Name] = p
+			s.pulls[r.Name], begun = p, true
 			s.work.Go(p.run)
 		}
 	}
 	s.mu.Unlock()
-	return p, nil, nil
+	return p, begun, nil, nil
 }
 
 // Get returns the pull of a reference that runs, or its last one, or nil.
