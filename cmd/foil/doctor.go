@@ -7,6 +7,7 @@ import (
 	"io"
 	"os"
 	"os/exec"
+	"slices"
 	"strings"
 	"time"
 
@@ -15,6 +16,7 @@ import (
 	"hydrofoil.dev/foil/internal/kernel"
 	"hydrofoil.dev/foil/internal/worker/api"
 	"hydrofoil.dev/foil/internal/worker/containerd"
+	"hydrofoil.dev/foil/internal/worker/origin"
 	"hydrofoil.dev/foil/internal/worker/setup"
 	"hydrofoil.dev/foil/internal/worker/snapshotter"
 )
@@ -97,8 +99,19 @@ func workerFindings(cmd *cobra.Command, root, file string) ([]containerd.Finding
 			o.Unit = string(out)
 		}
 	}
+	groups := sections(cmd.Root())["node"].Flags().Lookup("origin-group")
+	if v, ok := tables["node"]["origin-group"]; ok {
+		o.Groups, _ = tomlValue(groups, v).([]string)
+	}
 	c := api.Dial(root)
 	defer c.Close()
+	if list, err := c.Images(ctx); err == nil {
+		for _, img := range list {
+			o.Registries = append(o.Registries, origin.Of(img.Ref))
+		}
+		slices.Sort(o.Registries)
+		o.Registries = slices.Compact(o.Registries)
+	}
 	if st, err := c.Status(ctx); err == nil {
 		o.Running = st.Version
 	}

@@ -19,6 +19,7 @@ import (
 	"hydrofoil.dev/foil/internal/worker/hosts"
 	"hydrofoil.dev/foil/internal/worker/mirror"
 	"hydrofoil.dev/foil/internal/worker/node"
+	"hydrofoil.dev/foil/internal/worker/origin"
 	"hydrofoil.dev/foil/internal/worker/systemd"
 )
 
@@ -33,6 +34,7 @@ type nodeFlags struct {
 	at                                   sockets
 	level                                slog.Level
 	format, gate, report, limit, startup string
+	groups                               []string
 }
 
 func newNodeCommand() *cobra.Command {
@@ -64,6 +66,10 @@ Registries are spoken to over TLS, with verified certificates; --hosts-dir says
 otherwise where containerd's hosts.toml does: mirrors, certificate authorities,
 client certificates, headers. Credentials are those that "docker login" left for
 the daemon's user, unless a command or containerd brings some.
+
+What came for an image of one registry is used for images of that registry only,
+and no server is told of what came from another one. --origin-group names
+registries that trust each other.
 
 What holds back reads is the gate: fanotify (Linux 6.14), else fuse (Linux 6.12),
 else loop, which is fuse with loop devices. auto takes the first that this host
@@ -107,6 +113,7 @@ func (f *nodeFlags) add(flags *pflag.FlagSet) {
 	flags.StringVar(&f.limit, "disk-limit", "", "`LIMIT` for what images take, 80% of the filesystem or 50GB, above which those that nothing uses are removed, least recently used first; empty: none")
 	flags.StringVar(&f.startup, "startup", "on", "startup sets, the pages that a start touches, sent before all else: `on` or off")
 	flags.StringVar(&f.at.snapshotter, "snapshotter-socket", "default", "`PATH` of the socket for containerd; default: DIR/run/snapshotter.sock; off: none")
+	flags.StringSliceVar(&f.groups, "origin-group", nil, "`REGISTRIES` that trust each other, with spaces between them: what came for images of one is used for those of the others, which whoever runs one of them can choose then. Without a group each registry is a wall: what images of two have in common is fetched once for each")
 	flags.StringVar(&f.at.mirror, "mirror-listen", "off", "`HOST:PORT` of loopback at which containerd resolves images, so that pull and resolve are one request to the server; a port below 1024, which only root can take; off: none")
 	flags.StringVar(&f.at.criProxy, "cri-proxy-socket", "off", "`PATH` of a socket for the kubelet's --image-service-endpoint, by which the daemon learns the credentials of its pulls; off: none")
 	flags.StringVar(&f.at.criEndpoint, "cri-endpoint", "/run/containerd/containerd.sock", "`PATH` of containerd's socket, which what comes by --cri-proxy-socket goes to")
@@ -129,6 +136,9 @@ func (f *nodeFlags) options() error {
 	var err error
 	if o.DiskLimit, err = node.ParseLimit(f.limit); err != nil {
 		return usagef("--disk-limit: %w", err)
+	}
+	if o.Groups, err = origin.ParseGroups(f.groups); err != nil {
+		return usagef("--origin-group: %w", err)
 	}
 	if err := checkMetrics(f.at.metrics); err != nil {
 		return err

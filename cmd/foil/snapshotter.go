@@ -36,11 +36,20 @@ type sockets struct {
 func serveNode(ctx context.Context, n *node.Node, opts node.Options, at sockets, kubelet *credentials.Memory) error {
 	var s *snapshotter.Snapshotter
 	evict := true
+	var asks net.Listener // where containerd asks the mirror
+	if at.mirror != "off" {
+		var err error
+		if asks, err = net.Listen("tcp", at.mirror); err != nil {
+			opts.Logger.Error("containerd has no mirror here, and asks registries itself; name another port with --mirror-listen, and in hosts.toml", "error", err)
+		}
+	}
 	if at.snapshotter != "off" {
 		var err error
 		s, err = snapshotter.Open(ctx, snapshotter.Options{
 			Dir:       filepath.Join(opts.Root, "snapshotter"),
 			Node:      n,
+			Groups:    opts.Groups,
+			Claims:    asks != nil,
 			Logger:    opts.Logger,
 			Listening: opts.Listening,
 		})
@@ -70,22 +79,17 @@ func serveNode(ctx context.Context, n *node.Node, opts node.Options, at sockets,
 		}
 		all.Go(func() error { return s.Serve(ctx, at.snapshotter) })
 	}
-	if at.mirror != "off" {
-		l, err := net.Listen("tcp", at.mirror)
-		if err != nil {
-			opts.Logger.Error("containerd has no mirror here, and asks registries itself; name another port with --mirror-listen, and in hosts.toml", "error", err)
-		} else {
-			to := mirror.Options{
-				Node:    n,
-				Private: func(repository string) bool { return !kubelet.For(repository).IsZero() },
-				Logger:  opts.Logger,
-			}
-			if s != nil {
-				to.Expect = s.Expect
-			}
-			m := mirror.New(to)
-			all.Go(func() error { return m.Serve(ctx, l) })
+	if asks != nil {
+		to := mirror.Options{
+			Node:    n,
+			Private: func(repository string) bool { return !kubelet.For(repository).IsZero() },
+			Logger:  opts.Logger,
 		}
+		if s != nil {
+			to.Expect, to.Claim, to.Besides = s.Expect, s.Claim, s.Besides
+		}
+		m := mirror.New(to)
+		all.Go(func() error { return m.Serve(ctx, asks) })
 	}
 	if at.criProxy != "off" {
 		all.Go(func() error {

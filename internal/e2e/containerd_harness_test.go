@@ -237,6 +237,9 @@ func (c *containerd) pull(t testing.TB, ref string) {
 	}
 }
 
+// registryOf is the origin of an image.
+func registryOf(ref string) string { return ref[:strings.IndexByte(ref, '/')] }
+
 // tryPull pulls an image as users of this version do.
 func (c *containerd) tryPull(ref string) error {
 	if c.v.transfer {

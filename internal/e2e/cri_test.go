@@ -28,7 +28,7 @@ func TestCRI(t *testing.T) {
 			slow := newLink(t, s.addr, 0)
 			slow.stallAfter(2 << 20)
 			ref := slow.via(s.push("app", "1", img))
-			w := startWorker(t, workerRoot(t))
+			w := startWorker(t, workerRoot(t), "--origin-group", registryOf(ref)+" "+registryOf(pause))
 			c := startContainerdCRI(t, v, w, pause)
 
 			conn, err := grpc.NewClient("unix:"+c.socket(), grpc.WithTransportCredentials(insecure.NewCredentials()))

@@ -303,7 +303,7 @@ func (w *worker) mustPull(ref string, until api.EventKind) []api.Event {
 // mountOf returns where the rootfs of an image is mounted.
 func (w *worker) mountOf(ref string) string {
 	w.t.Helper()
-	return filepath.Join(w.root, "rootfs", strings.TrimPrefix(w.imageOf(ref).ChainID, "sha256:"), "mnt")
+	return filepath.Join(w.root, "rootfs", w.imageOf(ref).Rootfs, "mnt")
 }
 
 func (w *worker) imageOf(ref string) api.Image {

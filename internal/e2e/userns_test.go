@@ -102,7 +102,7 @@ func TestContainerdMapsIDs(t *testing.T) {
 		layertest.Layer{layertest.File("version", 0o644, "other")}.Gzip(t))...)
 	refOther := s.push("app", "other", other)
 	refOther = plainRegistry(t, s) + refOther[strings.IndexByte(refOther, '/'):]
-	w := startWorker(t, workerRoot(t))
+	w := startWorker(t, workerRoot(t), "--origin-group", registryOf(ref)+" "+registryOf(refOther))
 	c := startContainerd(t, containerd2, w)
 	c.pull(t, ref)
 	if got := w.imageOf(w.imageRefs()[0]); got.State != "pulling" {
@@ -203,8 +203,9 @@ func testCRIMapsIDs(t *testing.T) {
 	slow := newLink(t, s.addr, 0)
 	slow.stallAfter(2 << 20)
 	ref := slow.via(s.push("app", "1", img))
-	w := startWorker(t, workerRoot(t))
-	c := startContainerdCRI(t, containerd2, w, s.push("pause", "1", pauseImage(t)))
+	pause := s.push("pause", "1", pauseImage(t))
+	w := startWorker(t, workerRoot(t), "--origin-group", registryOf(ref)+" "+registryOf(pause))
+	c := startContainerdCRI(t, containerd2, w, pause)
 	conn, err := grpc.NewClient("unix:"+c.socket(), grpc.WithTransportCredentials(insecure.NewCredentials()))
 	if err != nil {
 		t.Fatal(err)

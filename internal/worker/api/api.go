@@ -139,7 +139,9 @@ type Image struct {
 	Ref          string    `json:"ref"`
 	Digest       string    `json:"digest"`
 	ChainID      string    `json:"chain_id"`
-	State        string    `json:"state"` // pulling, complete, broken
+	Rootfs       string    `json:"rootfs"`          // names its directory: <root>/rootfs/ROOTFS
+	State        string    `json:"state"`           // pulling, complete, broken
+	Proof        string    `json:"proof,omitempty"` // served: a server said what its files are; proven: its layers were hashed here
 	Why          string    `json:"why,omitempty"`
 	Files        int       `json:"files"`
 	ContentTotal int64     `json:"content_total"`

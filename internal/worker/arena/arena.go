@@ -360,6 +360,15 @@ func (a *Arena) HasSegment(i int) bool {
 	return !a.closed && bit(a.maps.segments, i)
 }
 
+// Verified reports whether all segments with bytes in [off, off+n) are present, each compared with its ID. Blocks
+// may be present before: by pages, each compared with a digest of its own.
+func (a *Arena) Verified(off, n int64) bool {
+	first, end := a.layout.SegmentsIn(off, n)
+	a.mu.RLock()
+	defer a.mu.RUnlock()
+	return !a.closed && nextClear(a.maps.segments, first, end) == end
+}
+
 // AbsentSegments appends to dst the absent segments with bytes in the absent
 // blocks of [off, off+n), ascending.
 func (a *Arena) AbsentSegments(dst []int, off, n int64) []int {

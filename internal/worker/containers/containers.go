@@ -37,6 +37,7 @@ import (
 	"hydrofoil.dev/foil/internal/worker/images"
 	"hydrofoil.dev/foil/internal/worker/launch"
 	"hydrofoil.dev/foil/internal/worker/locks"
+	"hydrofoil.dev/foil/internal/worker/origin"
 	"hydrofoil.dev/foil/internal/worker/pull"
 	"hydrofoil.dev/foil/internal/worker/records"
 	"hydrofoil.dev/foil/internal/worker/runner"
@@ -74,7 +75,9 @@ type Container struct {
 	Version int `json:"version"`
 	api.Container
 	ChainID digest.Digest `json:"chain_id"`
-	Traced  bool          `json:"traced,omitempty"`
+	// On is the rootfs that it is on. Older versions note none: theirs has the chain ID's key.
+	On     origin.Key `json:"on,omitempty"`
+	Traced bool       `json:"traced,omitempty"`
 
 	// tracing records what it reads; nil unless this daemon made it to be
 	// traced. Guarded by Set.mu.
@@ -129,6 +132,9 @@ func Load(root string, log *slog.Logger, warn func(format string, args ...any)) 
 		if err != nil {
 			warn("the record of container %s cannot be used: %v; it is left as it is in %s", e.Name(), err, path)
 			continue
+		}
+		if c.On == "" {
+			c.On = origin.Key(c.ChainID)
 		}
 		s.all[c.ID] = c
 	}
@@ -200,13 +206,13 @@ func (s *Set) hold(c *Container, name string, traced bool) (*store.Rootfs, error
 	}
 	s.mu.Lock()
 	c.Ref, c.Digest, c.Created, c.Config = name, img.Digest.String(), time.Now().UTC(), json.RawMessage(img.Config)
-	c.ChainID, c.Traced = img.ChainID, traced
+	c.ChainID, c.On, c.Traced = img.ChainID, img.Rootfs, traced
 	s.mu.Unlock()
 	// Who removes the image marks it first, and looks for containers then.
 	if s.opts.Pulls.Blocked(name) || s.opts.Images.Get(name) == nil {
 		return nil, notHere(name)
 	}
-	r := s.opts.Store.Get(img.ChainID)
+	r := s.opts.Store.Get(img.Rootfs)
 	switch {
 	case r != nil && r.Broken() != nil:
 		return nil, api.Errorf(api.CodeCorrupt, "image %s cannot be served: %w", name, r.Broken())
@@ -301,7 +307,7 @@ func (s *Set) settle(c *Container, made bool) {
 
 // forgotten is called when a container has gone: what only it named goes, too.
 func (s *Set) forgotten(c *Container) {
-	if r := s.opts.Store.Get(c.ChainID); r != nil {
+	if r := s.opts.Store.Get(c.On); r != nil {
 		start.LearnerOf(r).Removed(c.ID)
 	}
 	s.opts.Store.Collect()
@@ -322,7 +328,7 @@ func (s *Set) Pull(ctx context.Context, req api.PullRequest, emit func(api.Event
 			s.settle(c, false)
 		}
 	}()
-	p, err := s.opts.Pulls.Start(ctx, req, "", false)
+	p, err := s.opts.Pulls.Start(ctx, req, pull.How{})
 	if err != nil {
 		return err
 	}
@@ -418,13 +424,13 @@ func (s *Set) Len() int {
 }
 
 // On returns the IDs of all containers, by the rootfs that they are on, sorted.
-func (s *Set) On() map[digest.Digest][]string {
+func (s *Set) On() map[origin.Key][]string {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	on := make(map[digest.Digest][]string)
+	on := make(map[origin.Key][]string)
 	for id, c := range s.all {
-		if c.ChainID != "" {
-			on[c.ChainID] = append(on[c.ChainID], id)
+		if c.On != "" {
+			on[c.On] = append(on[c.On], id)
 		}
 	}
 	for _, ids := range on {
@@ -439,7 +445,7 @@ func (s *Set) Started(id string, began api.Start) error {
 	c := s.all[id]
 	var r *store.Rootfs
 	if c != nil && !c.Traced {
-		r = s.opts.Store.Get(c.ChainID)
+		r = s.opts.Store.Get(c.On)
 	}
 	s.mu.Unlock()
 	if c == nil {

@@ -18,6 +18,7 @@ import (
 	"github.com/opencontainers/go-digest"
 
 	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/origin"
 )
 
 // newRoot returns a worker's directory with files below containers/. A name that
@@ -97,7 +98,7 @@ func TestLoad(t *testing.T) {
 	if got := ids(s); !slices.Equal(got, want) || s.Len() != len(want) {
 		t.Errorf("loaded %q, want %q", got, want)
 	}
-	if d := cmp.Diff(map[digest.Digest][]string{chain: want}, s.On()); d != "" {
+	if d := cmp.Diff(map[origin.Key][]string{origin.Key(chain): want}, s.On()); d != "" {
 		t.Errorf("on the rootfs:\n%s", d)
 	}
 	// What cannot be read is left for somebody who can; leftovers go.

@@ -5,14 +5,19 @@
 //
 // The file:
 //
-//	 8 bytes  magic "FOILCNT1"
+//	 8 bytes  magic "FOILCNT2"
 //	32 bytes  SHA-256 of all records
 //	40 bytes  each record: ID (32), offset in the arena (8, little-endian)
 //
-// A record is a whole content or, with bit 63 of its offset set, one segment of
-// a content that has several. Records are sorted by ID, and a content before a
+// A record is a content or, with bit 63 of its offset set, one segment of
+// a content that has several. Bit 62 marks a content that is not one segment with the
+// content's ID: nothing has compared its bytes with that until it was hashed whole
+// (rootfs.Record). Records are sorted by ID, and a content before a
 // segment of the same ID. A file with another length, magic or digest is made
 // again: a wrong offset would be a wrong byte in another image.
+//
+// Files of older versions begin with "FOILCNT1" and mark nothing by bit 62. They are read for
+// what lenders keep, which cannot be made again; those lend nothing new.
 package contents
 
 import (
@@ -31,7 +36,10 @@ import (
 	"hydrofoil.dev/foil/internal/worker/arena"
 )
 
-const magic = "FOILCNT1"
+const (
+	magic    = "FOILCNT2"
+	oldMagic = "FOILCNT1"
+)
 
 const (
 	recordSize = 40
@@ -41,8 +49,23 @@ const (
 // List is a mapped contents file.
 type List struct{ data []byte }
 
-// pieceBit marks the record of a segment that is not a whole content.
-const pieceBit = 1 << 63
+// The bits of a record's offset that say what it is; none: Whole.
+const (
+	pieceBit    = 1 << 63
+	composedBit = 1 << 62
+)
+
+// Kind is what a record is.
+type Kind uint8
+
+const (
+	// Whole is a content of one segment, whose ID it has: whoever verified the segment verified it.
+	Whole Kind = iota
+	// Composed is any other content: of several segments, or a hole.
+	Composed
+	// Piece is one segment of a content that has several.
+	Piece
+)
 
 // Write makes the file that lists what lies in the rootfs's own arena, laid out by l.
 func Write(path string, t *toc.TOC, l *arena.Layout) error {
@@ -54,7 +77,11 @@ func Write(path string, t *toc.TOC, l *arena.Layout) error {
 	recs := make([]record, 0, l.Segments())
 	for i := range t.Contents {
 		if off, ok := l.Offset(i); ok {
-			recs = append(recs, record{&t.Contents[i].ID, uint64(off)})
+			at := uint64(off)
+			if IsComposed(t, i) {
+				at |= composedBit
+			}
+			recs = append(recs, record{&t.Contents[i].ID, at})
 		}
 	}
 	for i := range t.Contents {
@@ -83,6 +110,12 @@ func Write(path string, t *toc.TOC, l *arena.Layout) error {
 	copy(b, magic)
 	copy(b[len(magic):], digest[:])
 	return os.WriteFile(path, b, 0o600)
+}
+
+// IsComposed reports whether content i of a TOC is not one segment with the content's ID.
+func IsComposed(t *toc.TOC, i int) bool {
+	c := &t.Contents[i]
+	return c.Segments != 1 || t.Segments[c.First].ID != c.ID
 }
 
 // Open maps a contents file, and believes it or says why not.
@@ -125,7 +158,7 @@ func check(data []byte) error {
 	if len(data) < headerSize || (len(data)-headerSize)%recordSize != 0 {
 		return fmt.Errorf("%d bytes is no length it can have", len(data))
 	}
-	if string(data[:len(magic)]) != magic {
+	if m := string(data[:len(magic)]); m != magic && m != oldMagic {
 		return errors.New("not one of ours")
 	}
 	if sha256.Sum256(data[headerSize:]) != [sha256.Size]byte(data[len(magic):]) {
@@ -150,10 +183,16 @@ func (c *List) id(i int) []byte {
 	return c.data[at : at+len(segment.ID{})]
 }
 
-func (c *List) offset(i int) (off int64, piece bool) {
+func (c *List) offset(i int) (off int64, kind Kind) {
 	at := headerSize + i*recordSize + len(segment.ID{})
 	v := binary.LittleEndian.Uint64(c.data[at:])
-	return int64(v &^ pieceBit), v&pieceBit != 0
+	switch {
+	case v&pieceBit != 0:
+		kind = Piece
+	case v&composedBit != 0:
+		kind = Composed
+	}
+	return int64(v &^ (pieceBit | composedBit)), kind
 }
 
 // Only returns the bytes of a contents file that lists what lies in keep: whole
@@ -169,14 +208,14 @@ func (c *List) Only(keep []arena.Range) ([]byte, error) {
 		}
 	}
 	digest := sha256.Sum256(b[headerSize:])
-	copy(b, magic)
+	copy(b, c.data[:len(magic)])
 	copy(b[len(magic):], digest[:])
 	return b, check(b)
 }
 
 // Join calls fn for every ID wanted that this arena holds, once for each place
 // that holds it. want lists numbers sorted by the ID that id gives for them.
-func (c *List) Join(want []int32, id func(int32) *segment.ID, fn func(want int32, offset int64, piece bool)) {
+func (c *List) Join(want []int32, id func(int32) *segment.ID, fn func(want int32, offset int64, kind Kind)) {
 	at, n := 0, c.Len()
 	for _, w := range want {
 		wid := id(w)
@@ -184,8 +223,8 @@ func (c *List) Join(want []int32, id func(int32) *segment.ID, fn func(want int32
 			at++
 		}
 		for k := at; k < n && bytes.Equal(c.id(k), wid[:]); k++ {
-			off, piece := c.offset(k)
-			fn(w, off, piece)
+			off, kind := c.offset(k)
+			fn(w, off, kind)
 		}
 	}
 }

@@ -14,21 +14,21 @@ import (
 // A server, or what is in front of it, that asks not to be asked again for a while is
 // not, unless nobody would wait for so long.
 func TestRetryAfter(t *testing.T) {
-	m := newImage(t, "a", files(30)...)
+	m := newImage(t, files(30)...)
 	for name, tc := range map[string]struct {
 		answers  []script
 		requests int
 		says     string // the error; empty: the pull succeeds
 	}{
-		"503 and then 429": {[]script{{status: http.StatusServiceUnavailable, after: "1"}, {status: http.StatusTooManyRequests, after: "1"}}, 3, ""},
-		"in front of it":   {[]script{{status: http.StatusServiceUnavailable, after: "1", body: "<html>"}}, 2, ""},
-		"behind a header":  {[]script{{cutAt: 60000}, {status: http.StatusServiceUnavailable, after: "1"}}, 3, ""},
-		"too long":         {[]script{{status: http.StatusServiceUnavailable, after: "30"}}, 1, "which asks to be asked again in 30s, try again then"},
+		"503 and then 429": {[]script{{Status: http.StatusServiceUnavailable, After: "1"}, {Status: http.StatusTooManyRequests, After: "1"}}, 3, ""},
+		"in front of it":   {[]script{{Status: http.StatusServiceUnavailable, After: "1", Body: "<html>"}}, 2, ""},
+		"behind a header":  {[]script{{CutAt: 60000}, {Status: http.StatusServiceUnavailable, After: "1"}}, 3, ""},
+		"too long":         {[]script{{Status: http.StatusServiceUnavailable, After: "30"}}, 1, "which asks to be asked again in 30s, try again then"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			with(t, m, func(t *testing.T, s *server, w *worker) {
-				s.scripts = tc.answers
-				c := s.client(t, remote.Options{})
+				s.Scripts = tc.answers
+				c := s.Client(t, remote.Options{})
 				defer c.Close()
 				err := Start(t.Context(), w.options(c)).Wait()
 				if tc.says == "" {
@@ -39,11 +39,11 @@ func TestRetryAfter(t *testing.T) {
 				} else if !errors.Is(err, ErrUnreachable) || !strings.Contains(err.Error(), tc.says) {
 					t.Errorf("Wait: %v, want %q", err, tc.says)
 				}
-				if len(s.times) != tc.requests {
-					t.Fatalf("%d requests, want %d", len(s.times), tc.requests)
+				if len(s.Times) != tc.requests {
+					t.Fatalf("%d requests, want %d", len(s.Times), tc.requests)
 				}
 				for i, a := range tc.answers[:tc.requests-1] {
-					if d := s.times[i+1].Sub(s.times[i]); a.after != "" && d < time.Second {
+					if d := s.Times[i+1].Sub(s.Times[i]); a.After != "" && d < time.Second {
 						t.Errorf("request %d came %v after one that asked for a second", i+1, d)
 					}
 				}

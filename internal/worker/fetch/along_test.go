@@ -17,25 +17,25 @@ func TestAlong(t *testing.T) {
 	for i := range 200 {
 		files = append(files, blob(uint64(1000+i), 20_000))
 	}
-	m := newImage(t, "a", files...)
+	m := newImage(t, files...)
 	with(t, m, func(t *testing.T, s *server, w *worker) {
-		s.group = 1
+		s.Group = 1
 		promoted := func(f uint32) bool {
-			s.mu.Lock()
-			defer s.mu.Unlock()
-			return slices.ContainsFunc(s.promotions, func(list []uint32) bool { return slices.Contains(list, f) })
+			s.Mu.Lock()
+			defer s.Mu.Unlock()
+			return slices.ContainsFunc(s.Promotions, func(list []uint32) bool { return slices.Contains(list, f) })
 		}
-		s.scripts = []script{{along: 20, before: func(pos int, v *serving) {
+		s.Scripts = []script{{Along: 20, Before: func(pos int, v *serving) {
 			for !t.Failed() && (!promoted(100) || pos > 0 && !promoted(130)) {
 				select {
-				case <-v.arrived:
+				case <-v.Arrived:
 				case <-time.After(20 * time.Second):
-					t.Errorf("%v are promoted after %d frames, and not what is read", s.promotions, pos)
+					t.Errorf("%v are promoted after %d frames, and not what is read", s.Promotions, pos)
 					return
 				}
 			}
 		}}}
-		c := s.client(t, remote.Options{})
+		c := s.Client(t, remote.Options{})
 		defer c.Close()
 		p := Start(t.Context(), w.options(c))
 		a := w.arena(t, m)
@@ -55,15 +55,15 @@ func TestAlong(t *testing.T) {
 // TestForgotten has a server forget promotions: what a read lacks is promoted again when it has waited
 // longer than it should.
 func TestForgotten(t *testing.T) {
-	m := newImage(t, "a", files(100)...)
+	m := newImage(t, files(100)...)
 	with(t, m, func(t *testing.T, s *server, w *worker) {
-		s.group, s.deaf = 1, 2
-		s.scripts = []script{{before: func(pos int, v *serving) {
+		s.Group, s.Deaf = 1, 2
+		s.Scripts = []script{{Before: func(pos int, v *serving) {
 			if pos == 1 {
-				<-v.arrived
+				<-v.Arrived
 			}
 		}}}
-		c := s.client(t, remote.Options{})
+		c := s.Client(t, remote.Options{})
 		defer c.Close()
 		o := w.options(c)
 		o.PromoteBeyond = -1
@@ -77,8 +77,8 @@ func TestForgotten(t *testing.T) {
 			t.Fatal(err)
 		}
 		w.check()
-		if len(s.promotions) < 3 {
-			t.Errorf("promoted %v", s.promotions)
+		if len(s.Promotions) < 3 {
+			t.Errorf("promoted %v", s.Promotions)
 		}
 		if first := p.opts.Waits.First(); len(first) != 1 || !first[0].Promoted {
 			t.Errorf("waits %+v", first)

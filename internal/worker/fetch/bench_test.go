@@ -187,7 +187,7 @@ func BenchmarkPull(b *testing.B) {
 		plan.MaxBytes += bundle.SectionLength(len(f.bytes))
 		plan.ContentBytes += int64(f.raw)
 	}
-	img := newImage(b, "bench", []byte("x"))
+	img := newImage(b, []byte("x"))
 	header := img.Image
 	header.Segments = uint32(len(t.Segments))
 	header.TOC = nil // it would have to have names; Open knows it

@@ -11,7 +11,7 @@ import (
 // What comes another way is skipped; where frames that are wanted hold some of it, the image is asked
 // for once more. What does not come another way after all is asked for.
 func TestElsewhere(t *testing.T) {
-	m := newImage(t, "a", files(60)...) // 20 frames of 3 segments
+	m := newImage(t, files(60)...) // 20 frames of 3 segments
 	third := func(absent []int) (list []int) {
 		for i := range len(absent) / 3 {
 			list = append(list, absent[3*i])
@@ -33,21 +33,21 @@ func TestElsewhere(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			with(t, m, func(t *testing.T, s *server, w *worker) {
-				conn := s.client(t, remote.Options{})
+				conn := s.Client(t, remote.Options{})
 				defer conn.Close()
 				var p *Pull
 				var list []int
 				started := make(chan struct{})
 				if c.bring {
-					s.scripts = make([]script, c.requests)
-					s.scripts[min(1, c.requests-1)].before = func(pos int, serving *serving) {
+					s.Scripts = make([]script, c.requests)
+					s.Scripts[min(1, c.requests-1)].Before = func(pos int, serving *serving) {
 						if pos != 1 {
 							return
 						}
 						<-started
 						p.Bring(list)
 						if c.requests == 1 {
-							<-serving.arrived // a promotion
+							<-serving.Arrived // a promotion
 						}
 					}
 				}
@@ -64,8 +64,8 @@ func TestElsewhere(t *testing.T) {
 					t.Fatal(err)
 				}
 				a := w.arena(t, m)
-				if n := a.Missing(); n != c.missing || len(s.requests) != c.requests || asked != 1 {
-					t.Errorf("%d segments are missing after %d requests, of which %d chose; want %d after %d", n, len(s.requests), asked, c.missing, c.requests)
+				if n := a.Missing(); n != c.missing || len(s.Requests) != c.requests || asked != 1 {
+					t.Errorf("%d segments are missing after %d requests, of which %d chose; want %d after %d", n, len(s.Requests), asked, c.missing, c.requests)
 				}
 				for _, i := range list {
 					if c.missing > 0 && a.HasSegment(i) {
@@ -85,18 +85,18 @@ func TestElsewhere(t *testing.T) {
 
 // What another pull wants first comes next, in its order, once there is a plan.
 func TestHurry(t *testing.T) {
-	m := newImage(t, "a", files(60)...) // 20 frames of 3 segments
+	m := newImage(t, files(60)...) // 20 frames of 3 segments
 	with(t, m, func(t *testing.T, s *server, w *worker) {
-		conn := s.client(t, remote.Options{})
+		conn := s.Client(t, remote.Options{})
 		defer conn.Close()
 		started := make(chan *Pull, 1)
-		s.scripts = []script{{before: func(pos int, serving *serving) {
+		s.Scripts = []script{{Before: func(pos int, serving *serving) {
 			if pos != 2 {
 				return
 			}
 			p := <-started
 			p.Hurry([]int{50, 40, 41})
-			<-serving.arrived
+			<-serving.Arrived
 		}}}
 		p := Start(t.Context(), w.options(conn))
 		started <- p
@@ -105,8 +105,8 @@ func TestHurry(t *testing.T) {
 		}
 		w.check()
 		frame := func(i int) uint32 { return uint32(i / 3) }
-		if len(s.promotions) != 1 || !slices.Equal(s.promotions[0], []uint32{frame(50), frame(40)}) {
-			t.Errorf("promoted %v", s.promotions)
+		if len(s.Promotions) != 1 || !slices.Equal(s.Promotions[0], []uint32{frame(50), frame(40)}) {
+			t.Errorf("promoted %v", s.Promotions)
 		}
 	})
 }

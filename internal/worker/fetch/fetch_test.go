@@ -34,7 +34,7 @@ func with(t *testing.T, m *image, f func(t *testing.T, s *server, w *worker)) {
 	w := newWorker(t, s, t.TempDir())
 	f(t, s, w)
 	w.close()
-	s.close()
+	s.Close()
 	remotetest.NoneLeft(t, "worker/fetch.")
 }
 
@@ -58,9 +58,9 @@ func (w *worker) arena(t *testing.T, m *image) *arena.Arena {
 }
 
 // sentFrames waits until the server has sent n frames.
-func (s *server) sentFrames(t *testing.T, n int) {
+func sentFrames(t *testing.T, s *server, n int) {
 	t.Helper()
-	until(t, "frames sent", func() bool { s.mu.Lock(); defer s.mu.Unlock(); return s.frames >= n })
+	until(t, "frames sent", func() bool { s.Mu.Lock(); defer s.Mu.Unlock(); return s.Frames >= n })
 }
 
 // files returns n contents of some kilobytes.
@@ -73,9 +73,9 @@ func files(n int) [][]byte {
 }
 
 func TestPull(t *testing.T) {
-	m := newImage(t, "a", append(files(50), blob(99, 3<<20), make([]byte, 5000))...)
+	m := newImage(t, append(files(50), blob(99, 3<<20), make([]byte, 5000))...)
 	with(t, m, func(t *testing.T, s *server, w *worker) {
-		c := s.client(t, remote.Options{})
+		c := s.Client(t, remote.Options{})
 		defer c.Close()
 		p := Start(t.Context(), w.options(c))
 		if err := p.Wait(); err != nil {
@@ -117,13 +117,13 @@ func TestPull(t *testing.T) {
 
 // TestResume breaks streams in every way and at every place of the protocol.
 func TestResume(t *testing.T) {
-	m := newImage(t, "a", files(20)...)
+	m := newImage(t, files(20)...)
 	for _, how := range []string{"reset", "close", "stall"} {
 		for _, at := range []int64{1, 10, 100, int64(len(m.TOC)), 15000, 20000} {
 			t.Run(fmt.Sprintf("%s at %d", how, at), func(t *testing.T) {
 				with(t, m, func(t *testing.T, s *server, w *worker) {
-					s.scripts = []script{{cutAt: at, how: how}, {cutAt: at + 3, how: how}}
-					c := s.client(t, remote.Options{StallTimeout: 50 * time.Millisecond})
+					s.Scripts = []script{{CutAt: at, How: how}, {CutAt: at + 3, How: how}}
+					c := s.Client(t, remote.Options{StallTimeout: 50 * time.Millisecond})
 					defer c.Close()
 					p := Start(t.Context(), w.options(c))
 					if err := p.Wait(); err != nil {
@@ -136,7 +136,7 @@ func TestResume(t *testing.T) {
 					if p.Progress().Resumes == 0 {
 						t.Error("nothing was resumed")
 					}
-					for _, r := range s.requests[1:] {
+					for _, r := range s.Requests[1:] {
 						if ref := r.Image.Reference; len(r.Have) > 0 && ref != m.Manifest.Digest.String() {
 							t.Errorf("resumed as %q", ref)
 						}
@@ -149,14 +149,14 @@ func TestResume(t *testing.T) {
 
 // While a pull tries again, it says why; when something comes, or it has ended, no more.
 func TestTrouble(t *testing.T) {
-	m := newImage(t, "a", files(20)...)
+	m := newImage(t, files(20)...)
 	with(t, m, func(t *testing.T, s *server, w *worker) {
 		asked, answer := make(chan struct{}), make(chan struct{})
-		s.scripts = []script{{cutAt: 1, how: "close"}, {header: func(*bundle.Writer) {
+		s.Scripts = []script{{CutAt: 1, How: "close"}, {Header: func(*bundle.Writer) {
 			close(asked)
 			<-answer
 		}}}
-		c := s.client(t, remote.Options{})
+		c := s.Client(t, remote.Options{})
 		defer c.Close()
 		p := Start(t.Context(), w.options(c))
 		<-asked
@@ -177,12 +177,12 @@ func TestTrouble(t *testing.T) {
 // TestSlowServer has every stream bring nothing for longer than the client would
 // wait at first: asked the same again, it is given more time.
 func TestSlowServer(t *testing.T) {
-	m := newImage(t, "a", files(20)...)
+	m := newImage(t, files(20)...)
 	with(t, m, func(t *testing.T, s *server, w *worker) {
 		for range 20 {
-			s.scripts = append(s.scripts, script{early: func() { time.Sleep(300 * time.Millisecond) }})
+			s.Scripts = append(s.Scripts, script{Early: func() { time.Sleep(300 * time.Millisecond) }})
 		}
-		c := s.client(t, remote.Options{StallTimeout: 50 * time.Millisecond})
+		c := s.Client(t, remote.Options{StallTimeout: 50 * time.Millisecond})
 		defer c.Close()
 		p := Start(t.Context(), w.options(c))
 		if err := p.Wait(); err != nil {
@@ -197,14 +197,14 @@ func TestSlowServer(t *testing.T) {
 
 // TestServerAtWork: a pull reads over what says that the server is at work.
 func TestServerAtWork(t *testing.T) {
-	m := newImage(t, "a", files(20)...)
+	m := newImage(t, files(20)...)
 	with(t, m, func(t *testing.T, s *server, w *worker) {
-		s.scripts = []script{{header: func(out *bundle.Writer) {
+		s.Scripts = []script{{Header: func(out *bundle.Writer) {
 			for range 300 {
 				out.Alive() //nolint:errcheck // the worker, if it has gone, fails the test
 			}
 		}}}
-		c := s.client(t, remote.Options{})
+		c := s.Client(t, remote.Options{})
 		defer c.Close()
 		p := Start(t.Context(), w.options(c))
 		if err := p.Wait(); err != nil {
@@ -219,10 +219,10 @@ func TestServerAtWork(t *testing.T) {
 
 // TestNothingTwice checks that a resumed stream brings only what is missing.
 func TestNothingTwice(t *testing.T) {
-	m := newImage(t, "a", files(100)...)
+	m := newImage(t, files(100)...)
 	with(t, m, func(t *testing.T, s *server, w *worker) {
-		s.scripts = []script{{cutAt: int64(len(m.TOC)) + 150000}, {cutAt: 100000}}
-		c := s.client(t, remote.Options{})
+		s.Scripts = []script{{CutAt: int64(len(m.TOC)) + 150000}, {CutAt: 100000}}
+		c := s.Client(t, remote.Options{})
 		defer c.Close()
 		p := Start(t.Context(), w.options(c))
 		if err := p.Wait(); err != nil {
@@ -230,14 +230,14 @@ func TestNothingTwice(t *testing.T) {
 		}
 		w.check()
 		sent := map[segment.ID]int{}
-		for _, id := range s.sent {
+		for _, id := range s.Sent {
 			sent[id]++
 		}
 		twice := 0
 		for _, n := range sent {
 			twice += n - 1
 		}
-		if limit := 2 * s.group; twice > limit {
+		if limit := 2 * s.Group; twice > limit {
 			t.Errorf("%d segments were sent twice, at most the frames that were cut (%d segments) should be", twice, limit)
 		}
 	})
@@ -269,27 +269,27 @@ func TestAnything(t *testing.T) {
 				files = append(files, blob(c.seed, c.size))
 			}
 		}
-		m := newImage(t, "a", files...)
-		m.startup = drawStartup(t, m)
+		m := newImage(t, files...)
+		m.Startup = drawStartup(t, m)
 		s := newServer(m)
-		defer s.close()
-		s.group = rapid.IntRange(1, 5).Draw(t, "group")
-		s.scripts = rapid.SliceOfN(rapid.Custom(func(t *rapid.T) script {
+		defer s.Close()
+		s.Group = rapid.IntRange(1, 5).Draw(t, "group")
+		s.Scripts = rapid.SliceOfN(rapid.Custom(func(t *rapid.T) script {
 			sc := script{
-				cutAt:   int64(rapid.OneOf(rapid.IntRange(1, 2000), rapid.IntRange(1, 1000000)).Draw(t, "cut")),
-				how:     rapid.SampledFrom([]string{"reset", "close", "stall"}).Draw(t, "how"),
-				shuffle: rapid.Uint64Range(0, 3).Draw(t, "shuffle"),
-				behind:  rapid.IntRange(0, 3).Draw(t, "pages after the plan"),
+				CutAt:   int64(rapid.OneOf(rapid.IntRange(1, 2000), rapid.IntRange(1, 1000000)).Draw(t, "cut")),
+				How:     rapid.SampledFrom([]string{"reset", "close", "stall"}).Draw(t, "how"),
+				Shuffle: rapid.Uint64Range(0, 3).Draw(t, "shuffle"),
+				Behind:  rapid.IntRange(0, 3).Draw(t, "pages after the plan"),
 			}
 			if rapid.IntRange(0, 3).Draw(t, "damage") == 0 {
-				sc.damage = map[int]bool{rapid.IntRange(0, 5).Draw(t, "damaged"): true}
+				sc.Damage = map[int]bool{rapid.IntRange(0, 5).Draw(t, "damaged"): true}
 			}
 			if rapid.IntRange(0, 3).Draw(t, "damage pages") == 0 {
-				sc.pages = damagePages(rapid.IntRange(0, 2).Draw(t, "damaged pages"))
+				sc.Pages = damagePages(rapid.IntRange(0, 2).Draw(t, "damaged pages"))
 			}
 			return sc
 		}), 0, 5).Draw(t, "scripts")
-		c := s.client(t, remote.Options{StallTimeout: stallTimeout})
+		c := s.Client(t, remote.Options{StallTimeout: stallTimeout})
 		defer c.Close()
 		w := newWorker(t, s, tmp)
 		defer w.close()
@@ -340,27 +340,27 @@ func TestAnything(t *testing.T) {
 }
 
 func TestDamaged(t *testing.T) {
-	m := newImage(t, "a", files(30)...)
+	m := newImage(t, files(30)...)
 	with(t, m, func(t *testing.T, s *server, w *worker) {
-		s.scripts = []script{{damage: map[int]bool{0: true, 4: true}}, {damage: map[int]bool{0: true}}}
-		c := s.client(t, remote.Options{})
+		s.Scripts = []script{{Damage: map[int]bool{0: true, 4: true}}, {Damage: map[int]bool{0: true}}}
+		c := s.Client(t, remote.Options{})
 		defer c.Close()
 		p := Start(t.Context(), w.options(c))
 		if err := p.Wait(); err != nil {
 			t.Fatal(err)
 		}
 		w.check()
-		if pr := p.Progress(); pr.Damaged < 3 || len(s.requests) != 3 {
-			t.Errorf("%d damaged, %d requests", pr.Damaged, len(s.requests))
+		if pr := p.Progress(); pr.Damaged < 3 || len(s.Requests) != 3 {
+			t.Errorf("%d damaged, %d requests", pr.Damaged, len(s.Requests))
 		}
 		// The server is told of each, once.
 		for i, want := range []int{0, 2, 1} {
-			damaged := s.requests[i].Damaged
+			damaged := s.Requests[i].Damaged
 			if len(damaged) != want {
 				t.Errorf("request %d names %d segments, want %d", i, len(damaged), want)
 			}
 			for _, id := range damaged {
-				if !slices.Contains(s.sent, id) {
+				if !slices.Contains(s.Sent, id) {
 					t.Errorf("request %d names %s, which nobody sent", i, id)
 				}
 			}
@@ -370,12 +370,12 @@ func TestDamaged(t *testing.T) {
 
 // TestDamagedAlways has one segment wrong on the server itself.
 func TestDamagedAlways(t *testing.T) {
-	m := newImage(t, "a", files(30)...)
-	bad := m.toc.Segments[7].ID
-	m.data[bad] = append([]byte{1}, m.data[bad][1:]...)
-	m.data[bad][0] ^= 0xff
+	m := newImage(t, files(30)...)
+	bad := m.Tree.Segments[7].ID
+	m.Data[bad] = append([]byte{1}, m.Data[bad][1:]...)
+	m.Data[bad][0] ^= 0xff
 	with(t, m, func(t *testing.T, s *server, w *worker) {
-		c := s.client(t, remote.Options{})
+		c := s.Client(t, remote.Options{})
 		defer c.Close()
 		p := Start(t.Context(), w.options(c))
 		err := p.Wait()
@@ -385,7 +385,7 @@ func TestDamagedAlways(t *testing.T) {
 			t.Errorf("Wait: %v", err)
 		}
 		for i, want := range [][]segment.ID{nil, {bad}, {bad}} {
-			if d := cmp.Diff(want, s.requests[i].Damaged); d != "" {
+			if d := cmp.Diff(want, s.Requests[i].Damaged); d != "" {
 				t.Errorf("request %d names (-want +got):\n%s", i, d)
 			}
 		}
@@ -402,35 +402,35 @@ func TestDamagedAlways(t *testing.T) {
 }
 
 func TestFinal(t *testing.T) {
-	m := newImage(t, "a", files(30)...)
-	other := newImage(t, "b", files(3)...)
+	m := newImage(t, files(30)...)
+	other := newImage(t, files(3)...)
 	for name, tc := range map[string]struct {
 		script   script
 		want     string
 		requests int
 	}{
-		"not found":     {script{status: 404}, "no such image", 1},
-		"refused":       {script{said: &bundle.Error{Code: bundle.CodeUnauthorized, Message: "not you"}}, "not you", 1},
-		"wrong TOC":     {script{image: func(m *bundle.Image) { m.TOC = other.TOC }}, "TOC has digest", 3},
-		"TOC of others": {script{image: func(m *bundle.Image) { m.TOC, m.TOCDigest = other.TOC, other.TOCDigest }}, "want " + m.ChainID.String(), 3},
-		"wrong config":  {script{image: func(m *bundle.Image) { m.Config = other.Config }}, "config", 3},
-		"wrong plan":    {script{plan: func(p *bundle.Plan) { p.Segments[0], p.Segments[20] = p.Segments[20], p.Segments[0] }}, "plan", 3},
-		"segments lost": {script{leave: map[segment.ID]bool{m.toc.Segments[3].ID: true}}, "lacks 1 segments", 3},
-		"corrupt there": {script{said: &bundle.Error{Code: bundle.CodeCorrupt, Message: "a pack is damaged"}}, "a pack is damaged", 3},
+		"not found":     {script{Status: 404}, "no such image", 1},
+		"refused":       {script{Said: &bundle.Error{Code: bundle.CodeUnauthorized, Message: "not you"}}, "not you", 1},
+		"wrong TOC":     {script{Image: func(m *bundle.Image) { m.TOC = other.TOC }}, "TOC has digest", 3},
+		"TOC of others": {script{Image: func(m *bundle.Image) { m.TOC, m.TOCDigest = other.TOC, other.TOCDigest }}, "want " + m.ChainID.String(), 3},
+		"wrong config":  {script{Image: func(m *bundle.Image) { m.Config = other.Config }}, "config", 3},
+		"wrong plan":    {script{Plan: func(p *bundle.Plan) { p.Segments[0], p.Segments[20] = p.Segments[20], p.Segments[0] }}, "plan", 3},
+		"segments lost": {script{Leave: map[segment.ID]bool{m.Tree.Segments[3].ID: true}}, "lacks 1 segments", 3},
+		"corrupt there": {script{Said: &bundle.Error{Code: bundle.CodeCorrupt, Message: "a pack is damaged"}}, "a pack is damaged", 3},
 	} {
 		t.Run(name, func(t *testing.T) {
 			with(t, m, func(t *testing.T, s *server, w *worker) {
 				for range 20 {
-					s.scripts = append(s.scripts, tc.script)
+					s.Scripts = append(s.Scripts, tc.script)
 				}
-				c := s.client(t, remote.Options{})
+				c := s.Client(t, remote.Options{})
 				defer c.Close()
 				err := Start(t.Context(), w.options(c)).Wait()
 				if err == nil || !strings.Contains(err.Error(), tc.want) || !strings.Contains(err.Error(), "pull image0:latest: ") {
 					t.Errorf("Wait: %v, want %q", err, tc.want)
 				}
-				if len(s.requests) != tc.requests {
-					t.Errorf("%d requests, want %d", len(s.requests), tc.requests)
+				if len(s.Requests) != tc.requests {
+					t.Errorf("%d requests, want %d", len(s.Requests), tc.requests)
 				}
 				for _, a := range w.arenas {
 					if a.Failure() == nil {
@@ -445,13 +445,14 @@ func TestFinal(t *testing.T) {
 // TestChangedTOC has the server make another TOC of the same rootfs between two
 // streams.
 func TestChangedTOC(t *testing.T) {
-	m := newImage(t, "a", files(30)...)
-	changed := newImage(t, "a", files(29)...)
+	m := newImage(t, files(30)...)
+	changed := newImage(t, files(29)...)
+	changed.As(t, m)
 	with(t, m, func(t *testing.T, s *server, w *worker) {
-		s.scripts = []script{{cutAt: 50000}, {image: func(i *bundle.Image) {
+		s.Scripts = []script{{CutAt: 50000}, {Image: func(i *bundle.Image) {
 			i.TOC, i.TOCDigest, i.Segments = changed.TOC, changed.TOCDigest, changed.Segments
 		}}}
-		c := s.client(t, remote.Options{})
+		c := s.Client(t, remote.Options{})
 		defer c.Close()
 		err := Start(t.Context(), w.options(c)).Wait()
 		if err == nil || !strings.Contains(err.Error(), "the server now has TOC") {
@@ -461,15 +462,15 @@ func TestChangedTOC(t *testing.T) {
 }
 
 func TestGiveUp(t *testing.T) {
-	m := newImage(t, "a", files(30)...)
+	m := newImage(t, files(30)...)
 	t.Run("after the header", func(t *testing.T) {
 		with(t, m, func(t *testing.T, s *server, w *worker) {
-			s.scripts = []script{{cutAt: 60000, how: "close", before: func(pos int, _ *serving) {
+			s.Scripts = []script{{CutAt: 60000, How: "close", Before: func(pos int, _ *serving) {
 				if pos == 3 {
-					s.pipes.Close() // nobody answers any more
+					s.Pipes.Close() // nobody answers any more
 				}
 			}}}
-			c := s.client(t, remote.Options{})
+			c := s.Client(t, remote.Options{})
 			defer c.Close()
 			began := time.Now()
 			o := w.options(c)
@@ -493,8 +494,8 @@ func TestGiveUp(t *testing.T) {
 			}
 			// The pull can be started again.
 			s2 := newServer(m)
-			defer s2.close()
-			c2 := s2.client(t, remote.Options{})
+			defer s2.Close()
+			c2 := s2.Client(t, remote.Options{})
 			defer c2.Close()
 			o = w.options(c2)
 			o.Request.Have = []bundle.Have{{ChainID: m.ChainID, TOC: m.TOCDigest, Present: a.PresentBitmap()}}
@@ -509,8 +510,8 @@ func TestGiveUp(t *testing.T) {
 	})
 	t.Run("before the header", func(t *testing.T) {
 		with(t, m, func(t *testing.T, s *server, w *worker) {
-			s.pipes.Close()
-			c := s.client(t, remote.Options{})
+			s.Pipes.Close()
+			c := s.Client(t, remote.Options{})
 			defer c.Close()
 			o := w.options(c)
 			o.GiveUpUnopened = 100 * time.Millisecond
@@ -523,14 +524,14 @@ func TestGiveUp(t *testing.T) {
 }
 
 func TestOpenFails(t *testing.T) {
-	m := newImage(t, "a", files(3)...)
+	m := newImage(t, files(3)...)
 	with(t, m, func(t *testing.T, s *server, w *worker) {
-		c := s.client(t, remote.Options{})
+		c := s.Client(t, remote.Options{})
 		defer c.Close()
 		o := w.options(c)
 		o.Open = func(context.Context, *bundle.Image, *toc.TOC) (*arena.Arena, error) { return nil, fs.ErrPermission }
-		if err := Start(t.Context(), o).Wait(); !errors.Is(err, fs.ErrPermission) || len(s.requests) != 1 {
-			t.Errorf("Wait: %v after %d requests", err, len(s.requests))
+		if err := Start(t.Context(), o).Wait(); !errors.Is(err, fs.ErrPermission) || len(s.Requests) != 1 {
+			t.Errorf("Wait: %v after %d requests", err, len(s.Requests))
 		}
 		// Nothing is to be fetched.
 		o.Open = func(context.Context, *bundle.Image, *toc.TOC) (*arena.Arena, error) { return nil, nil }
@@ -541,10 +542,10 @@ func TestOpenFails(t *testing.T) {
 }
 
 func TestStop(t *testing.T) {
-	m := newImage(t, "a", files(30)...)
+	m := newImage(t, files(30)...)
 	with(t, m, func(t *testing.T, s *server, w *worker) {
-		s.scripts = []script{{cutAt: 60000, how: "stall"}}
-		c := s.client(t, remote.Options{})
+		s.Scripts = []script{{CutAt: 60000, How: "stall"}}
+		c := s.Client(t, remote.Options{})
 		defer c.Close()
 		p := Start(t.Context(), w.options(c))
 		until(t, "opened", func() bool { return w.opened.Load() == 1 })
@@ -562,24 +563,24 @@ func TestStop(t *testing.T) {
 // TestNeed has a reader ask for the last content while the server is at the
 // first.
 func TestNeed(t *testing.T) {
-	m := newImage(t, "a", files(100)...)
+	m := newImage(t, files(100)...)
 	with(t, m, func(t *testing.T, s *server, w *worker) {
-		s.group = 1
+		s.Group = 1
 		resume := make(chan struct{})
-		s.scripts = []script{{before: func(pos int, sv *serving) {
+		s.Scripts = []script{{Before: func(pos int, sv *serving) {
 			if pos == 1 {
-				<-sv.arrived
+				<-sv.Arrived
 			}
 			if pos >= 3 { // promoted frames count
 				<-resume
 			}
 		}}}
-		c := s.client(t, remote.Options{})
+		c := s.Client(t, remote.Options{})
 		defer c.Close()
 		o := w.options(c)
 		o.PromoteBeyond = 1000
 		p := Start(t.Context(), o)
-		s.sentFrames(t, 1)
+		sentFrames(t, s, 1)
 		a := w.arena(t, m)
 		l := a.Layout()
 		at := func(i int) int64 { off, _ := l.Offset(i); return off }
@@ -608,10 +609,10 @@ func TestNeed(t *testing.T) {
 		pr := p.Progress()
 		// One promotion for all ten. What lies next to the last content comes before the second one, so
 		// that this is promoted as well when it is read later.
-		if waits, _ := p.opts.Waits.Total(); waits != 11 || len(s.promotions) == 0 || len(s.promotions) > 2 {
-			t.Errorf("%d waits, %d promotions in %v", waits, pr.Promotions, s.promotions)
+		if waits, _ := p.opts.Waits.Total(); waits != 11 || len(s.Promotions) == 0 || len(s.Promotions) > 2 {
+			t.Errorf("%d waits, %d promotions in %v", waits, pr.Promotions, s.Promotions)
 		}
-		for _, frames := range s.promotions {
+		for _, frames := range s.Promotions {
 			if !slices.Contains(frames[:2], 99) {
 				t.Errorf("promoted %v, want the last content first", frames)
 			}
@@ -625,36 +626,36 @@ func TestNeed(t *testing.T) {
 // TestNeedAfterCut checks that what readers wait for is asked for first when a
 // stream is resumed.
 func TestNeedAfterCut(t *testing.T) {
-	m := newImage(t, "a", files(100)...)
+	m := newImage(t, files(100)...)
 	with(t, m, func(t *testing.T, s *server, w *worker) {
-		s.group = 1
+		s.Group = 1
 		cut, resume := make(chan struct{}), make(chan struct{})
-		s.scripts = []script{
-			{before: func(pos int, _ *serving) {
+		s.Scripts = []script{
+			{Before: func(pos int, _ *serving) {
 				if pos == 2 {
 					<-cut
 				}
-			}, cutAt: int64(len(m.TOC)) + 5000},
-			{before: func(pos int, sv *serving) {
+			}, CutAt: int64(len(m.TOC)) + 5000},
+			{Before: func(pos int, sv *serving) {
 				if pos == 0 {
-					<-sv.arrived
+					<-sv.Arrived
 				}
 				if pos == 2 {
 					<-resume
 				}
 			}},
 		}
-		c := s.client(t, remote.Options{})
+		c := s.Client(t, remote.Options{})
 		defer c.Close()
 		o := w.options(c)
 		o.PromoteBeyond = 1000
 		p := Start(t.Context(), o)
-		s.sentFrames(t, 2)
+		sentFrames(t, s, 2)
 		a := w.arena(t, m)
 		off, _ := a.Layout().Offset(99)
 		read := make(chan error, 1)
 		go func() { read <- p.Need(t.Context(), a, off, 1) }()
-		until(t, "promoted", func() bool { s.mu.Lock(); defer s.mu.Unlock(); return len(s.promotions) == 1 })
+		until(t, "promoted", func() bool { s.Mu.Lock(); defer s.Mu.Unlock(); return len(s.Promotions) == 1 })
 		close(cut)
 		if err := <-read; err != nil {
 			t.Error(err)
@@ -673,26 +674,26 @@ func TestNeedAfterCut(t *testing.T) {
 // TestNeedDamaged checks that a read does not wait for the end of the stream
 // when its frame arrived damaged.
 func TestNeedDamaged(t *testing.T) {
-	m := newImage(t, "a", files(100)...)
+	m := newImage(t, files(100)...)
 	with(t, m, func(t *testing.T, s *server, w *worker) {
-		s.group = 1
-		s.scripts = []script{{damage: map[int]bool{0: true}, before: func(pos int, sv *serving) {
+		s.Group = 1
+		s.Scripts = []script{{Damage: map[int]bool{0: true}, Before: func(pos int, sv *serving) {
 			if pos == 5 {
-				<-sv.arrived // never: the worker ends this stream
+				<-sv.Arrived // never: the worker ends this stream
 			}
 		}}}
 		// The server's handler waits without looking at its request.
 		unblock := func() {
-			s.mu.Lock()
-			defer s.mu.Unlock()
-			for _, sv := range s.running {
-				sv.arrived <- struct{}{}
+			s.Mu.Lock()
+			defer s.Mu.Unlock()
+			for _, sv := range s.Running {
+				sv.Arrived <- struct{}{}
 			}
 		}
-		c := s.client(t, remote.Options{})
+		c := s.Client(t, remote.Options{})
 		defer c.Close()
 		p := Start(t.Context(), w.options(c))
-		s.sentFrames(t, 5)
+		sentFrames(t, s, 5)
 		a := w.arena(t, m)
 		if err := p.Need(t.Context(), a, 0, 1); err != nil {
 			t.Error(err)
@@ -712,12 +713,12 @@ func TestFullDisk(t *testing.T) {
 		t.Skipf("mounting a small filesystem needs root: %v", err)
 	}
 	defer unix.Unmount(dir, unix.MNT_DETACH)
-	m := newImage(t, "a", blob(1, 1<<20), blob(2, 1<<20), blob(3, 1<<20))
+	m := newImage(t, blob(1, 1<<20), blob(2, 1<<20), blob(3, 1<<20))
 	s := newServer(m)
-	defer s.close()
+	defer s.Close()
 	w := newWorker(t, s, dir)
 	defer w.close()
-	c := s.client(t, remote.Options{})
+	c := s.Client(t, remote.Options{})
 	defer c.Close()
 	err := Start(t.Context(), w.options(c)).Wait()
 	if !errors.Is(err, unix.ENOSPC) || !strings.Contains(err.Error(), "foil rm") {
@@ -735,17 +736,17 @@ func TestFullDisk(t *testing.T) {
 // FuzzStream has a server that sends anything. Whatever it is, the worker comes
 // to an end, and what it then has is right.
 func FuzzStream(f *testing.F) {
-	m := newImage(f, "a", append(files(6), blob(9, 1100000), make([]byte, 5000))...)
+	m := newImage(f, append(files(6), blob(9, 1100000), make([]byte, 5000))...)
 	s := newServer(m)
-	f.Cleanup(s.close)
+	f.Cleanup(s.Close)
 	var whole bytes.Buffer
 	out := bundle.NewWriter(&whole)
 	out.Hello(bundle.Hello{Version: 1, Stream: "s"})
 	out.Image(&m.Image)
-	plan, frames := s.plan(m, &bundle.Request{}, nil)
+	plan, frames := s.Plan(m, &bundle.Request{}, nil)
 	out.Plan(plan)
 	for i, frame := range frames {
-		out.Frame(uint32(i), frame.bytes)
+		out.Frame(uint32(i), frame.Bytes)
 	}
 	out.End()
 	header := bytes.Index(whole.Bytes(), m.TOC) + len(m.TOC)

@@ -22,8 +22,8 @@ type held struct {
 // hold starts a pull of startupImage, and returns when the plan has come.
 func holding(t *testing.T, s *server, w *worker, change func(*Options)) *held {
 	t.Helper()
-	s.group = 1
-	c := s.client(t, remote.Options{})
+	s.Group = 1
+	c := s.Client(t, remote.Options{})
 	t.Cleanup(c.Close)
 	o := startupOptions(w, c)
 	o.Hold = 20 * time.Second
@@ -35,7 +35,7 @@ func holding(t *testing.T, s *server, w *worker, change func(*Options)) *held {
 	h := &held{Pull: Start(t.Context(), o)}
 	t.Cleanup(func() { h.Stop(); <-h.done })
 	<-early
-	m := s.image
+	m := s.Image
 	h.a = w.arena(t, m)
 	l := h.a.Layout()
 	for i := range l.Segments() {
@@ -68,24 +68,24 @@ func (h *held) end(t *testing.T, w *worker) {
 }
 
 // came returns how many frames were sent.
-func (s *server) came() int {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.frames
+func came(s *server) int {
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
+	return s.Frames
 }
 
 // asked returns how long the server was to hold.
-func (s *server) asked() []time.Duration {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return slices.Clone(s.holds)
+func asked(s *server) []time.Duration {
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
+	return slices.Clone(s.Holds)
 }
 
 // TestHold: what comes after a startup set waits for the end of the start; what is
 // missed all the same comes alone.
 func TestHold(t *testing.T) {
-	m := newImage(t, "a", append(files(10), blob(98, 6000), blob(99, 8<<20))...)
-	m.startup = [][]trace.Run{{{Content: m.index(blob(98, 6000)), First: 0, Blocks: 2}}}
+	m := newImage(t, append(files(10), blob(98, 6000), blob(99, 8<<20))...)
+	m.Startup = [][]trace.Run{{{Content: m.Index(blob(98, 6000)), First: 0, Blocks: 2}}}
 	run := func(name string, change func(*Options), fn func(t *testing.T, s *server, w *worker, h *held)) {
 		t.Run(name, func(t *testing.T) {
 			with(t, m, func(t *testing.T, s *server, w *worker) {
@@ -97,7 +97,7 @@ func TestHold(t *testing.T) {
 	}
 	run("released", nil, func(t *testing.T, s *server, w *worker, h *held) {
 		h.miss(t, h.absent[len(h.absent)/2])
-		if n := s.came(); n > 3 {
+		if n := came(s); n > 3 {
 			t.Errorf("%d frames came for the first miss", n)
 		}
 		h.Release()
@@ -126,8 +126,8 @@ func TestHold(t *testing.T) {
 
 // TestHoldMissedOften: a start that misses much was given the wrong set.
 func TestHoldMissedOften(t *testing.T) {
-	m := newImage(t, "a", append(files(10), blob(98, 6000), blob(99, 24<<20))...)
-	m.startup = [][]trace.Run{{{Content: m.index(blob(98, 6000)), First: 0, Blocks: 2}}}
+	m := newImage(t, append(files(10), blob(98, 6000), blob(99, 24<<20))...)
+	m.Startup = [][]trace.Run{{{Content: m.Index(blob(98, 6000)), First: 0, Blocks: 2}}}
 	with(t, m, func(t *testing.T, s *server, w *worker) {
 		h := holding(t, s, w, nil)
 		for _, at := range h.absent {
@@ -153,8 +153,8 @@ func TestHoldReleasedBefore(t *testing.T) {
 	with(t, m, func(t *testing.T, s *server, w *worker) {
 		var p *Pull
 		started := make(chan struct{})
-		s.scripts = []script{{early: func() { <-started; p.Release() }}}
-		c := s.client(t, remote.Options{})
+		s.Scripts = []script{{Early: func() { <-started; p.Release() }}}
+		c := s.Client(t, remote.Options{})
 		defer c.Close()
 		o := startupOptions(w, c)
 		o.Hold = 20 * time.Second
@@ -171,9 +171,9 @@ func TestHoldReleasedBefore(t *testing.T) {
 func TestHoldUnknown(t *testing.T) {
 	m, _, _, _ := startupImage(t)
 	with(t, m, func(t *testing.T, s *server, w *worker) {
-		s.scripts = []script{{noHold: true, before: func(pos int, s *serving) {
+		s.Scripts = []script{{NoHold: true, Before: func(pos int, s *serving) {
 			if pos == 0 {
-				<-s.arrived
+				<-s.Arrived
 			}
 		}}}
 		h := holding(t, s, w, nil)
@@ -185,9 +185,9 @@ func TestHoldUnknown(t *testing.T) {
 // TestHoldWithoutSet: there is nothing to wait for.
 func TestHoldWithoutSet(t *testing.T) {
 	m, _, _, _ := startupImage(t)
-	m.startup = nil
+	m.Startup = nil
 	with(t, m, func(t *testing.T, s *server, w *worker) {
-		c := s.client(t, remote.Options{})
+		c := s.Client(t, remote.Options{})
 		defer c.Close()
 		o := startupOptions(w, c)
 		o.Request.Image.Startup = false
@@ -207,7 +207,7 @@ func TestHoldResumed(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			with(t, m, func(t *testing.T, s *server, w *worker) {
 				cut := make(chan struct{})
-				s.scripts = []script{{noHold: true, before: func(int, *serving) {
+				s.Scripts = []script{{NoHold: true, Before: func(int, *serving) {
 					<-cut
 					panic(http.ErrAbortHandler)
 				}}}
@@ -216,13 +216,13 @@ func TestHoldResumed(t *testing.T) {
 					h.Release()
 				}
 				close(cut)
-				until(t, "the stream is resumed", func() bool { return len(s.asked()) == 2 })
+				until(t, "the stream is resumed", func() bool { return len(asked(s)) == 2 })
 				if !release {
 					h.miss(t, h.absent[0])
 					h.Release()
 				}
 				h.end(t, w)
-				holds := s.asked()
+				holds := asked(s)
 				if release && holds[1] != 0 || !release && (holds[1] <= 0 || holds[1] >= holds[0]) {
 					t.Errorf("asked to hold for %v", holds)
 				}

@@ -16,7 +16,7 @@ import (
 // in common with the first one's.
 func joined(t *testing.T) (m *image, large uint32) {
 	m, small, large, _ := startupImage(t)
-	m.services = map[string][][]trace.Run{"other": {
+	m.Services = map[string][][]trace.Run{"other": {
 		{{Content: small, First: 0, Blocks: 2}, {Content: large, First: 702, Blocks: 4}},
 		{{Content: large, First: 300, Blocks: 2}},
 	}}
@@ -33,21 +33,21 @@ func TestJoin(t *testing.T) {
 	m, large := joined(t)
 	with(t, m, func(t *testing.T, s *server, w *worker) {
 		brought, answer := make(chan struct{}), make(chan struct{})
-		s.scripts = []script{
-			{before: func(pos int, v *serving) {
+		s.Scripts = []script{
+			{Before: func(pos int, v *serving) {
 				if pos == 0 {
 					<-brought
-					<-v.arrived // the promotion
+					<-v.Arrived // the promotion
 				}
 			}},
-			{pages: func(frame int, data []byte) []byte {
+			{Pages: func(frame int, data []byte) []byte {
 				if frame == 0 {
 					<-answer
 				}
 				return data
 			}},
 		}
-		c := s.client(t, remote.Options{})
+		c := s.Client(t, remote.Options{})
 		defer c.Close()
 		o := startupOptions(w, c)
 		o.PromoteBeyond, o.JoinPatience = -1, time.Hour
@@ -66,11 +66,11 @@ func TestJoin(t *testing.T) {
 			defer p.mu.Unlock()
 			return len(p.schedule.reads) == 2 && len(p.schedule.joins) == 1 && p.schedule.joins[0].blocks != nil
 		})
-		if len(s.promotions) != 0 {
-			t.Errorf("promoted: %v", s.promotions)
+		if len(s.Promotions) != 0 {
+			t.Errorf("promoted: %v", s.Promotions)
 		}
 		go read(500) // no set has it
-		until(t, "it is promoted", func() bool { s.mu.Lock(); defer s.mu.Unlock(); return len(s.promotions) == 1 })
+		until(t, "it is promoted", func() bool { s.Mu.Lock(); defer s.Mu.Unlock(); return len(s.Promotions) == 1 })
 		close(answer)
 		for range 3 {
 			if err := <-reads; err != nil {
@@ -85,10 +85,10 @@ func TestJoin(t *testing.T) {
 			t.Fatal(err)
 		}
 		w.check()
-		if len(s.requests) != 2 || len(s.promotions) != 1 {
-			t.Fatalf("%d requests, promotions %v", len(s.requests), s.promotions)
+		if len(s.Requests) != 2 || len(s.Promotions) != 1 {
+			t.Fatalf("%d requests, promotions %v", len(s.Requests), s.Promotions)
 		}
-		req := s.requests[1]
+		req := s.Requests[1]
 		if v := req.Image; !v.Header || !v.Startup || !slices.Equal(v.Args, []string{"other"}) || v.Reference != m.Manifest.Digest.String() || req.Ahead != "stream0" {
 			t.Errorf("asked for %+v", req)
 		}
@@ -117,15 +117,15 @@ func TestJoinBreaks(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			with(t, m, func(t *testing.T, s *server, w *worker) {
 				brought := make(chan struct{})
-				s.scripts = []script{
-					{before: func(pos int, _ *serving) {
+				s.Scripts = []script{
+					{Before: func(pos int, _ *serving) {
 						if pos == 0 {
 							<-brought
 						}
 					}},
-					{pages: pages},
+					{Pages: pages},
 				}
-				c := s.client(t, remote.Options{})
+				c := s.Client(t, remote.Options{})
 				defer c.Close()
 				p := Start(t.Context(), startupOptions(w, c))
 				p.Join(nil, []string{"other"})
@@ -137,8 +137,8 @@ func TestJoinBreaks(t *testing.T) {
 					t.Fatal(err)
 				}
 				w.check()
-				if len(s.requests) != 3 {
-					t.Errorf("%d requests", len(s.requests))
+				if len(s.Requests) != 3 {
+					t.Errorf("%d requests", len(s.Requests))
 				}
 			})
 		})
@@ -150,18 +150,18 @@ func TestJoinBreaks(t *testing.T) {
 func TestJoinRefused(t *testing.T) {
 	m, large := joined(t)
 	for name, refusal := range map[string]script{
-		"invalid": {said: &bundle.Error{Code: bundle.CodeInvalid, Message: "unknown field"}},
-		"missing": {status: http.StatusNotFound},
-		"changed": {image: func(v *bundle.Image) { v.TOCDigest = v.ChainID }},
+		"invalid": {Said: &bundle.Error{Code: bundle.CodeInvalid, Message: "unknown field"}},
+		"missing": {Status: http.StatusNotFound},
+		"changed": {Image: func(v *bundle.Image) { v.TOCDigest = v.ChainID }},
 	} {
 		t.Run(name, func(t *testing.T) {
 			with(t, m, func(t *testing.T, s *server, w *worker) {
-				s.scripts = []script{{before: func(pos int, v *serving) {
+				s.Scripts = []script{{Before: func(pos int, v *serving) {
 					if pos == 0 {
-						<-v.arrived
+						<-v.Arrived
 					}
 				}}, refusal}
-				c := s.client(t, remote.Options{})
+				c := s.Client(t, remote.Options{})
 				defer c.Close()
 				o := startupOptions(w, c)
 				o.PromoteBeyond = -1

@@ -11,13 +11,13 @@ import (
 // keptImage has a startup set of which the second frame holds filled pages, all of
 // them of one content.
 func keptImage(t *testing.T) (m *image, content uint32) {
-	m = newImage(t, "a", append(files(10), blob(98, 6000), blob(99, 4<<20))...)
-	content = m.index(blob(99, 4<<20))
-	m.startup = [][]trace.Run{{{Content: m.index(blob(98, 6000)), First: 0, Blocks: 2}}, nil}
+	m = newImage(t, append(files(10), blob(98, 6000), blob(99, 4<<20))...)
+	content = m.Index(blob(99, 4<<20))
+	m.Startup = [][]trace.Run{{{Content: m.Index(blob(98, 6000)), First: 0, Blocks: 2}}, nil}
 	for first := uint32(100); first < 140; first += 8 { // and between them others
-		m.startup[1] = append(m.startup[1], trace.Run{Content: content, First: first, Blocks: 4})
+		m.Startup[1] = append(m.Startup[1], trace.Run{Content: content, First: first, Blocks: 4})
 	}
-	m.filled = 1
+	m.Filled = 1
 	return m, content
 }
 
@@ -88,7 +88,7 @@ func TestKeepDamaged(t *testing.T) {
 	for name, read := range map[string]bool{"read": true, "not read": false} {
 		t.Run(name, func(t *testing.T) {
 			with(t, m, func(t *testing.T, s *server, w *worker) {
-				s.scripts = []script{{pages: damagePages(1)}}
+				s.Scripts = []script{{Pages: damagePages(1)}}
 				h := holding(t, s, w, nil)
 				if read {
 					base, _ := h.a.Layout().Offset(int(content))

@@ -24,12 +24,12 @@ import (
 
 // drawStartup draws a startup set of an image.
 func drawStartup(t *rapid.T, m *image) (frames [][]trace.Run) {
-	if len(m.toc.Contents) == 0 {
+	if len(m.Tree.Contents) == 0 {
 		return nil
 	}
 	run := rapid.Custom(func(t *rapid.T) trace.Run {
-		r := trace.Run{Content: rapid.Uint32Range(0, uint32(len(m.toc.Contents)-1)).Draw(t, "content")}
-		pages := trace.Pages(m.toc.Contents[r.Content].Size)
+		r := trace.Run{Content: rapid.Uint32Range(0, uint32(len(m.Tree.Contents)-1)).Draw(t, "content")}
+		pages := trace.Pages(m.Tree.Contents[r.Content].Size)
 		r.First = rapid.Uint32Range(0, pages-1).Draw(t, "first")
 		r.Blocks = rapid.Uint32Range(1, min(pages-r.First, 20)).Draw(t, "blocks")
 		return r
@@ -52,9 +52,9 @@ func damagePages(n int) func(int, []byte) []byte {
 // large ones, of which the second is in the set with all of its pages.
 func startupImage(t *testing.T) (m *image, small, large, whole uint32) {
 	f := append(files(20), blob(98, 6000), blob(99, 3<<20), blob(100, 40_000))
-	m = newImage(t, "a", f...)
-	small, large, whole = m.index(f[20]), m.index(f[21]), m.index(f[22])
-	m.startup = [][]trace.Run{
+	m = newImage(t, f...)
+	small, large, whole = m.Index(f[20]), m.Index(f[21]), m.Index(f[22])
+	m.Startup = [][]trace.Run{
 		{{Content: large, First: 700, Blocks: 3}, {Content: small, First: 0, Blocks: 2}, {Content: whole, First: 3, Blocks: 7}},
 		{{Content: large, First: 10, Blocks: 1}, {Content: whole, First: 0, Blocks: 3}},
 	}
@@ -73,14 +73,14 @@ func (w *worker) has(m *image, r trace.Run) bool {
 	a := w.arenas[m.ChainID]
 	w.mu.Unlock()
 	at, _ := a.Layout().Offset(int(r.Content))
-	off, n := r.Range(m.toc.Contents[r.Content].Size)
+	off, n := r.Range(m.Tree.Contents[r.Content].Size)
 	return a.Present(at+off, n)
 }
 
 func TestStartup(t *testing.T) {
 	m, small, large, whole := startupImage(t)
 	with(t, m, func(t *testing.T, s *server, w *worker) {
-		c := s.client(t, remote.Options{})
+		c := s.Client(t, remote.Options{})
 		defer c.Close()
 		o := startupOptions(w, c)
 		var told []trace.Run // all of which are there
@@ -103,14 +103,14 @@ func TestStartup(t *testing.T) {
 			telling.Lock()
 			defer telling.Unlock()
 			var all []trace.Run
-			for _, runs := range m.startup {
+			for _, runs := range m.Startup {
 				all = append(all, runs...)
 			}
 			if !cmp.Equal(trace.Merge(slices.Clone(told)), trace.Merge(all)) {
 				t.Errorf("told of %v, the set has %v", told, all)
 			}
 			early = append(early, s)
-			for _, runs := range m.startup {
+			for _, runs := range m.Startup {
 				for _, r := range runs {
 					if !w.has(m, r) {
 						t.Errorf("%+v is absent when the plan has come", r)
@@ -122,7 +122,7 @@ func TestStartup(t *testing.T) {
 		// anyway: nothing is promoted, however little may be planned before.
 		o.PromoteBeyond = -1
 		read := make(chan error, 1)
-		s.scripts = []script{{early: func() {
+		s.Scripts = []script{{Early: func() {
 			if err := <-read; err != nil {
 				t.Error(err)
 			}
@@ -141,18 +141,18 @@ func TestStartup(t *testing.T) {
 			pr.Startup.Moved < 1000 || pr.Startup.Total != raw || pr.Moved != pr.Total || pr.Written < pr.ContentHere {
 			t.Errorf("told of %+v, progress %+v", early, pr)
 		}
-		if len(s.promotions) != 0 || pr.Promotions != 0 {
-			t.Errorf("promotions: %v", s.promotions)
+		if len(s.Promotions) != 0 || pr.Promotions != 0 {
+			t.Errorf("promotions: %v", s.Promotions)
 		}
 		for _, c := range []uint32{small, whole} {
-			content := m.toc.Contents[c]
-			for _, seg := range m.toc.Segments[content.First : content.First+content.Segments] {
-				if slices.Contains(s.sent, seg.ID) {
+			content := m.Tree.Contents[c]
+			for _, seg := range m.Tree.Segments[content.First : content.First+content.Segments] {
+				if slices.Contains(s.Sent, seg.ID) {
 					t.Errorf("content %d came as pages and as segments", c)
 				}
 			}
 		}
-		if r := s.requests[0].Image; !r.Startup || !slices.Equal(r.Args, []string{"serve"}) {
+		if r := s.Requests[0].Image; !r.Startup || !slices.Equal(r.Args, []string{"serve"}) {
 			t.Errorf("asked for %+v", r)
 		}
 	})
@@ -172,9 +172,9 @@ func TestHere(t *testing.T) {
 		"without pages": {here: []trace.Run{}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			m.here = c.here
+			m.Here = c.here
 			with(t, m, func(t *testing.T, s *server, w *worker) {
-				client := s.client(t, remote.Options{})
+				client := s.Client(t, remote.Options{})
 				defer client.Close()
 				o := startupOptions(w, client)
 				var told []trace.Run
@@ -198,16 +198,16 @@ func TestHere(t *testing.T) {
 func TestStartupPromotes(t *testing.T) {
 	m, _, large, _ := startupImage(t)
 	with(t, m, func(t *testing.T, s *server, w *worker) {
-		c := s.client(t, remote.Options{})
+		c := s.Client(t, remote.Options{})
 		defer c.Close()
 		o := startupOptions(w, c)
 		o.PromoteBeyond = -1
 		waiting := make(chan struct{})
-		s.scripts = []script{{
-			early: func() { <-waiting },
-			before: func(pos int, s *serving) {
+		s.Scripts = []script{{
+			Early: func() { <-waiting },
+			Before: func(pos int, s *serving) {
 				if pos == 0 {
-					<-s.arrived
+					<-s.Arrived
 				}
 			},
 		}}
@@ -232,11 +232,11 @@ func TestStartupPromotes(t *testing.T) {
 // came among its pages, and comes before the last of them; what is in it is not promoted.
 func TestEarlyPlan(t *testing.T) {
 	m, small, large, whole := startupImage(t)
-	m.startup = [][]trace.Run{
+	m.Startup = [][]trace.Run{
 		{{Content: small, First: 0, Blocks: 2}}, {{Content: whole, First: 0, Blocks: 3}}, {{Content: large, First: 10, Blocks: 1}},
 	}
 	with(t, m, func(t *testing.T, s *server, w *worker) {
-		c := s.client(t, remote.Options{})
+		c := s.Client(t, remote.Options{})
 		defer c.Close()
 		o := startupOptions(w, c)
 		var p *Pull
@@ -249,23 +249,23 @@ func TestEarlyPlan(t *testing.T) {
 		}
 		start := make(chan struct{})
 		var brought, lacking, another chan error
-		s.scripts = []script{{
-			behind: 3,
-			between: func(left int, serving *serving) {
+		s.Scripts = []script{{
+			Behind: 3,
+			Between: func(left int, serving *serving) {
 				switch left {
 				case 3:
 					<-start
 				case 2:
-					<-serving.arrived // since the first frame has come
+					<-serving.Arrived // since the first frame has come
 				case 1:
 					if err := <-lacking; err != nil {
 						t.Error(err)
 					}
 					another = need(200)
-					<-serving.arrived // at once
+					<-serving.Arrived // at once
 				}
 			},
-			before: func(pos int, _ *serving) {
+			Before: func(pos int, _ *serving) {
 				if pos < 2 {
 					t.Errorf("%d frames came among the pages, want 2", pos)
 				}
@@ -280,10 +280,10 @@ func TestEarlyPlan(t *testing.T) {
 			t.Fatal(err)
 		}
 		w.check()
-		if len(s.promotions) != 2 || len(s.promotions[0]) != 1 || len(s.promotions[1]) != 1 {
-			t.Errorf("promoted %v, want two frames", s.promotions)
+		if len(s.Promotions) != 2 || len(s.Promotions[0]) != 1 || len(s.Promotions[1]) != 1 {
+			t.Errorf("promoted %v, want two frames", s.Promotions)
 		}
-		if first := s.requests[0]; !first.EarlyPlan {
+		if first := s.Requests[0]; !first.EarlyPlan {
 			t.Error("the plan was not asked for early")
 		}
 	})
@@ -294,9 +294,9 @@ func TestEarlyPlanUnused(t *testing.T) {
 	m, _, _, _ := startupImage(t)
 	for behind := range 3 {
 		with(t, m, func(t *testing.T, s *server, w *worker) {
-			c := s.client(t, remote.Options{})
+			c := s.Client(t, remote.Options{})
 			defer c.Close()
-			s.scripts = []script{{behind: behind}}
+			s.Scripts = []script{{Behind: behind}}
 			o := startupOptions(w, c)
 			told := 0
 			o.Early = func(startup Startup) {
@@ -310,8 +310,8 @@ func TestEarlyPlanUnused(t *testing.T) {
 				t.Fatal(err)
 			}
 			w.check()
-			if told != 1 || len(s.promotions) > 0 {
-				t.Errorf("told %d times, promoted %v", told, s.promotions)
+			if told != 1 || len(s.Promotions) > 0 {
+				t.Errorf("told %d times, promoted %v", told, s.Promotions)
 			}
 		})
 	}
@@ -324,14 +324,14 @@ func TestStartupResume(t *testing.T) {
 	with(t, m, func(t *testing.T, s *server, w *worker) {
 		cut := make(chan struct{})
 		var p *Pull
-		s.scripts = []script{{pages: func(frame int, data []byte) []byte {
+		s.Scripts = []script{{Pages: func(frame int, data []byte) []byte {
 			if frame == 1 {
 				<-cut
 				panic(http.ErrAbortHandler)
 			}
 			return data
 		}}}
-		c := s.client(t, remote.Options{})
+		c := s.Client(t, remote.Options{})
 		defer c.Close()
 		o := startupOptions(w, c)
 		p = Start(t.Context(), o)
@@ -342,10 +342,10 @@ func TestStartupResume(t *testing.T) {
 			t.Fatal(err)
 		}
 		w.check()
-		if len(s.requests) != 2 || len(s.requests[1].Have) != 1 {
-			t.Fatalf("requests %+v", s.requests)
+		if len(s.Requests) != 2 || len(s.Requests[1].Have) != 1 {
+			t.Fatalf("requests %+v", s.Requests)
 		}
-		runs, _, err := trace.NextRuns(s.requests[1].Have[0].Pages)
+		runs, _, err := trace.NextRuns(s.Requests[1].Have[0].Pages)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -364,8 +364,8 @@ func TestStartupDamaged(t *testing.T) {
 	m, _, large, _ := startupImage(t)
 	t.Run("twice", func(t *testing.T) {
 		with(t, m, func(t *testing.T, s *server, w *worker) {
-			s.scripts = []script{{pages: damagePages(0)}, {pages: damagePages(0)}}
-			c := s.client(t, remote.Options{})
+			s.Scripts = []script{{Pages: damagePages(0)}, {Pages: damagePages(0)}}
+			c := s.Client(t, remote.Options{})
 			defer c.Close()
 			p := Start(t.Context(), startupOptions(w, c))
 			a := w.arena(t, m)
@@ -380,7 +380,7 @@ func TestStartupDamaged(t *testing.T) {
 			if pr := p.Progress(); pr.Damaged == 0 || pr.Resumes == 0 {
 				t.Errorf("progress %+v", pr)
 			}
-			if n := len(s.requests[1].Damaged); n != 1 {
+			if n := len(s.Requests[1].Damaged); n != 1 {
 				t.Errorf("the second request names %d page runs", n)
 			}
 		})
@@ -388,9 +388,9 @@ func TestStartupDamaged(t *testing.T) {
 	t.Run("always", func(t *testing.T) {
 		with(t, m, func(t *testing.T, s *server, w *worker) {
 			for range 10 {
-				s.scripts = append(s.scripts, script{pages: damagePages(0)})
+				s.Scripts = append(s.Scripts, script{Pages: damagePages(0)})
 			}
-			c := s.client(t, remote.Options{})
+			c := s.Client(t, remote.Options{})
 			defer c.Close()
 			err := Start(t.Context(), startupOptions(w, c)).Wait()
 			if err == nil || !strings.Contains(err.Error(), "startup set") || !strings.Contains(err.Error(), "damaged") {
@@ -405,8 +405,8 @@ func TestStartupDamaged(t *testing.T) {
 func TestContradiction(t *testing.T) {
 	m, _, large, _ := startupImage(t)
 	with(t, m, func(t *testing.T, s *server, w *worker) {
-		s.scripts = []script{{lie: true}}
-		c := s.client(t, remote.Options{})
+		s.Scripts = []script{{Lie: true}}
+		c := s.Client(t, remote.Options{})
 		defer c.Close()
 		err := Start(t.Context(), startupOptions(w, c)).Wait()
 		if !errors.Is(err, arena.ErrContradiction) || !strings.Contains(err.Error(), "content ") || !strings.Contains(err.Error(), "image0:latest") {
@@ -431,7 +431,7 @@ func TestContradiction(t *testing.T) {
 func TestStartupWithoutTOC(t *testing.T) {
 	m, _, large, _ := startupImage(t)
 	with(t, m, func(t *testing.T, s *server, w *worker) {
-		l, err := arena.NewLayout(m.toc, nil)
+		l, err := arena.NewLayout(m.Tree, nil)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -440,13 +440,13 @@ func TestStartupWithoutTOC(t *testing.T) {
 			t.Fatal(err)
 		}
 		w.arenas[m.ChainID] = a
-		content := m.content(large)
+		content := m.Content(large)
 		r := trace.Run{Content: large, First: 700, Blocks: 3}
 		data := content[700*4096:][:3*4096]
 		if _, err := a.WriteRun(r, segment.Sum(data), data); err != nil {
 			t.Fatal(err)
 		}
-		c := s.client(t, remote.Options{})
+		c := s.Client(t, remote.Options{})
 		defer c.Close()
 		o := startupOptions(w, c)
 		o.Request.Have = []bundle.Have{{ChainID: m.ChainID, TOC: m.TOCDigest, Present: a.PresentBitmap(), Pages: Pages(a)}}
@@ -464,7 +464,7 @@ func TestStartupWithoutTOC(t *testing.T) {
 		}
 		// Nobody has the TOC.
 		o.TOC = func(context.Context, *bundle.Image) ([]byte, error) { return nil, errors.New("no TOC") }
-		o.Request.Have[0].Present, o.Request.Have[0].Pages = make([]byte, (len(m.toc.Segments)+7)/8), nil
+		o.Request.Have[0].Present, o.Request.Have[0].Pages = make([]byte, (len(m.Tree.Segments)+7)/8), nil
 		if err := Start(t.Context(), o).Wait(); err == nil || !strings.Contains(err.Error(), "no TOC") {
 			t.Errorf("without the TOC: %v", err)
 		}

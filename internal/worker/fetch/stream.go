@@ -108,7 +108,7 @@ func (s *stream) lacks(req *bundle.Request) error {
 		return nil
 	}
 	for _, h := range req.Have {
-		if h.ChainID != s.target.header.ChainID {
+		if h.ChainID != s.target.header.ChainID || h.TOC != s.target.header.TOCDigest {
 			return nil
 		}
 	}

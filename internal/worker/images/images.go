@@ -20,6 +20,7 @@ import (
 	"hydrofoil.dev/foil/internal/durable"
 	"hydrofoil.dev/foil/internal/worker/api"
 	"hydrofoil.dev/foil/internal/worker/locks"
+	"hydrofoil.dev/foil/internal/worker/origin"
 	"hydrofoil.dev/foil/internal/worker/records"
 )
 
@@ -34,7 +35,9 @@ type Image struct {
 	Manifest []byte        `json:"manifest"`
 	Config   []byte        `json:"config"`
 	ChainID  digest.Digest `json:"chain_id"`
-	Created  time.Time     `json:"created"`
+	// Rootfs is the one that it is mounted from. Older versions note none: theirs has the chain ID's key.
+	Rootfs  origin.Key `json:"rootfs,omitempty"`
+	Created time.Time  `json:"created"`
 	// Entrypoint, Args and NoStartup are those of the pull that brings it, so that
 	// a new daemon asks for the same startup set. Records of before they were noted
 	// have none: the image's own service.
@@ -112,7 +115,10 @@ func load(path string) (*entry, error) {
 	if err := records.CheckVersion(path, img.Version, Version); err != nil {
 		return nil, err
 	}
-	return img, errors.Join(img.Digest.Validate(), img.ChainID.Validate())
+	if img.Rootfs == "" {
+		img.Rootfs = origin.Key(img.ChainID)
+	}
+	return img, errors.Join(img.Digest.Validate(), img.ChainID.Validate(), img.Rootfs.Validate())
 }
 
 func (s *Set) path(ref string) string {
@@ -163,10 +169,10 @@ func (s *Set) List() []Listed {
 }
 
 // Of lists the images that name a rootfs, by reference.
-func (s *Set) Of(chain digest.Digest) []*Image {
+func (s *Set) Of(key origin.Key) []*Image {
 	var list []*Image
 	for _, img := range s.List() {
-		if img.ChainID == chain {
+		if img.Rootfs == key {
 			list = append(list, img.Image)
 		}
 	}

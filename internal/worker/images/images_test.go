@@ -1,6 +1,7 @@
 package images_test
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -16,6 +17,7 @@ import (
 
 	"hydrofoil.dev/foil/internal/worker/api"
 	"hydrofoil.dev/foil/internal/worker/images"
+	"hydrofoil.dev/foil/internal/worker/origin"
 )
 
 // newRoot returns a worker's directory with no images.
@@ -43,7 +45,7 @@ func load(t *testing.T, root string) (s *images.Set, warnings []string) {
 func image(ref string) *images.Image {
 	return &images.Image{
 		Version: images.Version, Ref: ref, Digest: digest.FromString("manifest of " + ref), Manifest: []byte("{}"),
-		Config: []byte("{}"), ChainID: digest.FromString("rootfs"), Created: time.Unix(1_700_000_000, 0).UTC(),
+		Config: []byte("{}"), ChainID: digest.FromString("rootfs"), Rootfs: origin.KeyOf("r", "c", "t"), Created: time.Unix(1_700_000_000, 0).UTC(),
 	}
 }
 
@@ -88,7 +90,7 @@ func TestWhatWasPutIsLoaded(t *testing.T) {
 	if d := cmp.Diff(image("r/a"), again.Get("r/a")); d != "" || again.Len() != 1 || again.Get("r/b") != nil {
 		t.Errorf("%d images:\n%s", again.Len(), d)
 	}
-	if of := again.Of(digest.FromString("rootfs")); len(of) != 1 || of[0].Ref != "r/a" {
+	if of := again.Of(image("r/a").Rootfs); len(of) != 1 || of[0].Ref != "r/a" {
 		t.Errorf("%d images of the rootfs", len(of))
 	}
 	if len(warnings) > 0 {
@@ -217,5 +219,26 @@ func rewrite(t *testing.T, path string, change func(string) string) {
 	}
 	if err := os.WriteFile(path, []byte(changed), 0o600); err != nil {
 		t.Fatal(err)
+	}
+}
+
+// Records of versions that knew no origins name a rootfs by its chain ID.
+func TestARecordWithoutARootfsHasTheChainIDs(t *testing.T) {
+	root := t.TempDir()
+	if err := os.Mkdir(filepath.Join(root, "images"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	s, _ := load(t, root)
+	path := put(t, s, "r/a")[0]
+	b, err := os.ReadFile(path)
+	if err == nil {
+		err = os.WriteFile(path, bytes.Replace(b, []byte(`"rootfs":"`+string(image("r/a").Rootfs)+`",`), nil, 1), 0o600)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	again, _ := load(t, root)
+	if img := again.Get("r/a"); img == nil || img.Rootfs != origin.Key(img.ChainID) {
+		t.Errorf("it names %+v", img)
 	}
 }

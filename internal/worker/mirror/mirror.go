@@ -9,6 +9,9 @@
 //	HEAD a manifest           asks the server, always: a tag may have moved, and
 //	                          whether one may pull is the server's to say
 //	GET a manifest or config  from memory, for two minutes after that
+//	an image that may not     300: see Options.Claim
+//	have the snapshots it
+//	would find
 //	everything else           404
 //
 // To 404 containerd goes on with the next host, in the end the registry itself,
@@ -50,6 +53,8 @@ import (
 // Node asks servers; *node.Node is one.
 type Node interface {
 	Header(ctx context.Context, req api.PullRequest) (*pull.Header, error)
+	// Resolve asks the registry itself, and begins no pull.
+	Resolve(ctx context.Context, req api.PullRequest) (*pull.Header, error)
 }
 
 var _ Node = (*node.Node)(nil)
@@ -67,6 +72,13 @@ type Options struct {
 	// Expect, when set, is told of each image that is resolved: it may be pulled
 	// next. It must not wait.
 	Expect func(*pull.Header)
+	// Claim, when set, is asked of each image that is resolved, before anything else: an error refuses it. containerd
+	// would ask the next host after any error of HTTP's, and then find snapshots by chain ID without
+	// asking again; after a status between 300 and 399 that leads nowhere it gives up.
+	Claim func(*pull.Header) error
+	// Besides, when set, reports whether an image could be refused by Claim, by its name. Then one that does not come as a
+	// bundle is resolved here as well, at its registry, and may not be pulled if that cannot be.
+	Besides func(name string) bool
 	// Allowed says who may ask, by the user at the other end of a connection;
 	// nil: root and the daemon's own.
 	Allowed func(client, server net.Addr) bool
@@ -141,6 +153,10 @@ func (m *Mirror) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 			return
 		}
 	}
+	if kind == "manifests" && byDigest && r.Method == http.MethodGet && m.opts.Besides != nil && m.opts.Besides(name+"@"+reference) {
+		m.another(w, r, registry, name, name+"@"+reference)
+		return
+	}
 	if kind == "blobs" || byDigest && r.Method == http.MethodGet {
 		// Of other platforms, too: an image that is not run needs no bundle.
 		pass(w, "not of an image that was just asked for")
@@ -151,6 +167,9 @@ func (m *Mirror) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		ref = name + "@" + reference
 	}
 	b, err := m.resolve(r, registry, name, ref)
+	if err != nil && m.opts.Besides != nil && m.opts.Besides(ref) && !isDemand(err) && !errors.As(err, new(*claimError)) {
+		b, err = m.resolvePlain(r, name, ref)
+	}
 	if err != nil {
 		m.refuse(w, r, registry, name, ref, err)
 		return
@@ -164,7 +183,7 @@ func (m *Mirror) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 
 // resolve asks the server what a reference names.
 func (m *Mirror) resolve(r *http.Request, registry, name, ref string) (*bundle.Blob, error) {
-	user, password, given := r.BasicAuth()
+	_, _, given := r.BasicAuth()
 	m.mu.Lock()
 	plain, demand := time.Now().Before(m.plain[registry]), time.Now().Before(m.demand[name])
 	m.mu.Unlock()
@@ -174,17 +193,69 @@ func (m *Mirror) resolve(r *http.Request, registry, name, ref string) (*bundle.B
 	if !given && (demand || m.opts.Private != nil && m.opts.Private(name)) {
 		return nil, errDemand
 	}
-	ctx, cancel := context.WithTimeout(r.Context(), m.opts.Timeout)
-	defer cancel()
-	req := api.PullRequest{Ref: ref, Platform: platform()}
-	if given {
-		req.Credential = credentials.Credential{Username: user, Secret: password}
-	}
-	h, err := m.opts.Node.Header(ctx, req)
+	h, err := m.ask(r, m.opts.Node.Header, ref)
 	if err != nil {
 		return nil, err
 	}
-	// One request is under way now, whoever asks next.
+	named, err := m.take(name, h)
+	if err == nil && m.opts.Expect != nil {
+		m.opts.Expect(h)
+	}
+	return named, err
+}
+
+// resolvePlain is resolve for an image that does not come as a bundle: what it would find of others' has to be known.
+func (m *Mirror) resolvePlain(r *http.Request, name, ref string) (*bundle.Blob, error) {
+	h, err := m.ask(r, m.opts.Node.Resolve, ref)
+	switch {
+	case isDemand(err):
+		return nil, err
+	case err != nil:
+		return nil, &claimError{fmt.Errorf("it is not known which layers it has, and there are images of other registries here that are not proven: %w", err)}
+	}
+	return m.take(name, h)
+}
+
+// another answers for a manifest that was not asked for by its name: of an index containerd may choose another one than
+// the server has. After whatever error containerd would ask the next host for it. So one that is refused is
+// answered by what is not it: containerd compares the digest, and gives up.
+func (m *Mirror) another(w http.ResponseWriter, r *http.Request, registry, name, ref string) {
+	b, err := m.resolvePlain(r, name, ref)
+	switch refused := (*claimError)(nil); {
+	case err == nil:
+		m.answer(w, r, b)
+	case errors.As(err, &refused):
+		m.log.Error("an image is refused to containerd", "image", ref, "error", err)
+		_, _ = fmt.Fprintln(w, err)
+	default:
+		m.refuse(w, r, registry, name, ref, err)
+	}
+}
+
+// isDemand reports whether an image is refused for want of credentials.
+func isDemand(err error) bool {
+	e, ok := errors.AsType[*api.Error](err)
+	return errors.Is(err, errDemand) || ok && e.Code == api.CodeUnauthorized
+}
+
+// ask asks for an image's header, with the credentials of a request.
+func (m *Mirror) ask(r *http.Request, header func(context.Context, api.PullRequest) (*pull.Header, error), ref string) (*pull.Header, error) {
+	ctx, cancel := context.WithTimeout(r.Context(), m.opts.Timeout)
+	defer cancel()
+	req := api.PullRequest{Ref: ref, Platform: platform()}
+	if user, password, given := r.BasicAuth(); given {
+		req.Credential = credentials.Credential{Username: user, Secret: password}
+	}
+	return header(ctx, req)
+}
+
+// take remembers what a header has, unless the image is refused.
+func (m *Mirror) take(name string, h *pull.Header) (*bundle.Blob, error) {
+	if m.opts.Claim != nil {
+		if err := m.opts.Claim(h); err != nil {
+			return nil, &claimError{err}
+		}
+	}
 	m.remember(name, h.Manifest)
 	m.remember(name, h.Config)
 	named := h.Manifest
@@ -195,9 +266,6 @@ func (m *Mirror) resolve(r *http.Request, registry, name, ref string) (*bundle.B
 	if named.Digest.Algorithm().FromBytes(named.Bytes) != named.Digest {
 		return nil, fmt.Errorf("the server sent something else as %s", named.Digest)
 	}
-	if m.opts.Expect != nil {
-		m.opts.Expect(h)
-	}
 	return &named, nil
 }
 
@@ -207,11 +275,20 @@ var (
 	errDemand = errors.New("its registry wants credentials")
 )
 
-// refuse has containerd go on with the next host, or ask again with credentials.
+// claimError is why an image may not be pulled at all.
+type claimError struct{ error }
+
+func (e *claimError) Unwrap() error { return e.error }
+
+// refuse has containerd go on with the next host, or ask again with credentials; or give up.
 func (m *Mirror) refuse(w http.ResponseWriter, r *http.Request, registry, name, ref string, err error) {
-	e, _ := errors.AsType[*api.Error](err)
+	if errors.As(err, new(*claimError)) {
+		m.log.Error("an image is refused to containerd", "image", ref, "error", err)
+		http.Error(w, err.Error(), http.StatusMultipleChoices)
+		return
+	}
 	_, _, given := r.BasicAuth()
-	demands := errors.Is(err, errDemand) || e != nil && e.Code == api.CodeUnauthorized
+	demands := isDemand(err)
 	m.mu.Lock()
 	switch {
 	case demands && !given:

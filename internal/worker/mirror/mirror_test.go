@@ -31,6 +31,7 @@ type fake struct {
 	err     error
 	private bool // it wants alice's credentials
 	asked   []string
+	plainly []string // names of Resolve
 }
 
 func (f *fake) Header(_ context.Context, req api.PullRequest) (*pull.Header, error) {
@@ -45,6 +46,14 @@ func (f *fake) Header(_ context.Context, req api.PullRequest) (*pull.Header, err
 		return h, nil
 	}
 	return nil, &api.Error{Code: api.CodeNotFound, Message: "no such tag"}
+}
+
+func (f *fake) Resolve(_ context.Context, req api.PullRequest) (*pull.Header, error) {
+	f.plainly = append(f.plainly, req.Ref)
+	if h := f.headers["plain "+req.Ref]; h != nil {
+		return h, nil
+	}
+	return nil, &api.Error{Code: api.CodeUnavailable, Message: "the registry is away"}
 }
 
 func newFake() (*fake, *pull.Header) {
@@ -139,10 +148,63 @@ func TestMirror(t *testing.T) {
 		t.Errorf("expected: %v", expected)
 	}
 	m.opts.Expect = nil
+	// An image on another one's rootfs: containerd asks nobody else after a status between 300 and 399.
+	m.opts.Claim = func(c *pull.Header) error {
+		if c != h {
+			t.Errorf("claimed: %v", c)
+		}
+		return errors.New("no")
+	}
+	if code, got := do(m, "HEAD", "/v2/a/b/manifests/1"+ns); code != http.StatusMultipleChoices {
+		t.Errorf("a claim that is refused: %d %s", code, got)
+	}
+	m.opts.Claim = nil
 	// A tag that moves.
 	f.headers["r.example/a/b:1"] = &pull.Header{Manifest: blob("m", "moved"), Config: h.Config}
 	if _, got := do(m, "HEAD", "/v2/a/b/manifests/1"+ns); !strings.HasPrefix(got, digest.FromString("moved").String()) {
 		t.Errorf("a tag that moved is still %s", got)
+	}
+}
+
+// An image that does not come as a bundle may claim layers, too.
+func TestMirrorSeesPlainImages(t *testing.T) {
+	f, h := newFake()
+	f.headers["plain r.example/hub:1"] = h
+	besides := true
+	var claimed []*pull.Header
+	m := New(Options{Node: f, Besides: func(string) bool { return besides }, Claim: func(h *pull.Header) error { claimed = append(claimed, h); return nil }})
+	if code, got := do(m, "HEAD", "/v2/hub/manifests/1?ns=r.example"); code != 200 || !strings.HasPrefix(got, h.Digest().String()) {
+		t.Errorf("it is answered %d %s", code, got)
+	}
+	if len(claimed) != 1 || claimed[0] != h {
+		t.Errorf("claimed: %v", claimed)
+	}
+	if code, _ := do(m, "GET", "/v2/hub/manifests/"+h.Manifest.Digest.String()+"?ns=r.example"); code != 200 {
+		t.Errorf("its manifest: %d", code)
+	}
+	m.opts.Claim = func(*pull.Header) error { return errors.New("no") }
+	if code, _ := do(m, "HEAD", "/v2/hub/manifests/1?ns=r.example"); code != http.StatusMultipleChoices {
+		t.Errorf("a claim that is refused: %d", code)
+	}
+	if code, _ := do(m, "HEAD", "/v2/away/manifests/1?ns=r.example"); code != http.StatusMultipleChoices {
+		t.Errorf("one whose layers are not known: %d", code)
+	}
+	// A manifest that containerd has chosen itself. After an error it would ask the next host.
+	chosen := blob("application/vnd.oci.image.manifest.v1+json", `{"layers":[],"x":1}`)
+	name := "r.example/hub@" + chosen.Digest.String()
+	f.headers["plain "+name] = &pull.Header{Name: name, Manifest: chosen, Config: h.Config}
+	target := "/v2/hub/manifests/" + chosen.Digest.String() + "?ns=r.example"
+	if code, got := do(m, "GET", target); code != 200 || strings.Contains(got, string(chosen.Bytes)) {
+		t.Errorf("a manifest that is refused: %d %s", code, got)
+	}
+	m.opts.Claim = func(*pull.Header) error { return nil }
+	if code, got := do(m, "GET", target); code != 200 || !strings.Contains(got, string(chosen.Bytes)) {
+		t.Errorf("one that is not: %d %s", code, got)
+	}
+	besides = false
+	asked := len(f.plainly)
+	if code, _ := do(m, "HEAD", "/v2/away/manifests/1?ns=r.example"); code != 404 || len(f.plainly) != asked {
+		t.Errorf("where nothing can be claimed: %d", code)
 	}
 }
 

@@ -71,7 +71,7 @@ func TestADaemonDiesInAPull(t *testing.T) {
 				s := newFakeServer(t)
 				// The second uses contents of the first in place.
 				one, two := newFakeImage(t, some(1, 6, 5000)), newFakeImage(t, some(4, 6, 5000))
-				ref1, ref2 := s.serve("app:1", one), s.serve("app:2", two)
+				ref1, ref2 := s.Serve("app:1", one), s.Serve("app:2", two)
 				h := newHost(t)
 				h.mustPull(ref1, api.Complete)
 				h.stop()
@@ -79,7 +79,7 @@ func TestADaemonDiesInAPull(t *testing.T) {
 				if reboot {
 					h.reboot()
 				}
-				s.setHeader(false) // what is there, is there without the server
+				s.SetHeader(false) // what is there, is there without the server
 				h.start()
 				h.same(one)
 				known := h.image(ref2)
@@ -104,7 +104,7 @@ func TestADaemonDiesInAPull(t *testing.T) {
 						return nil
 					})
 				}
-				s.setHeader(true)
+				s.SetHeader(true)
 				h.mustPull(ref2, api.Complete)
 				h.same(two)
 				h.remove(ref1)
@@ -119,7 +119,7 @@ func TestADaemonDiesInAPull(t *testing.T) {
 func TestADaemonDiesInARemoval(t *testing.T) {
 	s := newFakeServer(t)
 	m := newFakeImage(t, some(1, 6, 5000))
-	ref := s.serve("app:1", m)
+	ref := s.Serve("app:1", m)
 	h := newHost(t)
 	h.mustPull(ref, api.Complete)
 	h.stop()

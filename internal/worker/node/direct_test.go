@@ -49,7 +49,7 @@ func (h *host) resident(m *fakeImage) (pages int) {
 func TestACompleteImageIsInMemoryOnce(t *testing.T) {
 	s := newFakeServer(t)
 	m := newFakeImage(t, some(1, 20, 100<<10))
-	ref := s.serve("app:latest", m)
+	ref := s.Serve("app:latest", m)
 	h := newHost(t)
 	h.mustPull(ref, api.Complete)
 	if h.direct(m) {
@@ -76,7 +76,7 @@ func TestACompleteImageIsInMemoryOnce(t *testing.T) {
 
 	// While the daemon runs, and after one that has nothing of its own.
 	other := newFakeImage(t, some(100, 20, 100<<10))
-	refOther := s.serve("other:latest", other)
+	refOther := s.Serve("other:latest", other)
 	h.stop()
 	h.warm = time.Nanosecond
 	h.start()
@@ -119,7 +119,7 @@ func TestReadAheadOfTheDisk(t *testing.T) {
 		}
 		return kib
 	}
-	h.mustPull(s.serve("app:latest", m), api.Complete)
+	h.mustPull(s.Serve("app:latest", m), api.Complete)
 	eventually(t, "the mount has read-ahead", func() error {
 		if got := readAhead(); got != kernel.DefaultReadAhead {
 			return fmt.Errorf("%d KiB while the arena has its own", got)

@@ -68,7 +68,7 @@ func TestTheLeastRecentlyUsedGo(t *testing.T) {
 	h := newHost(t)
 	var refs []string
 	for i := range 5 {
-		refs = append(refs, s.serve(fmt.Sprintf("app:%d", i), newFakeImage(t, some(uint64(1+20*i), 10, 100_000))))
+		refs = append(refs, s.Serve(fmt.Sprintf("app:%d", i), newFakeImage(t, some(uint64(1+20*i), 10, 100_000))))
 	}
 	for i, ref := range refs[:4] {
 		h.mustPull(ref, api.Complete)
@@ -131,7 +131,7 @@ func TestTheLeastRecentlyUsedGo(t *testing.T) {
 // it was a year ahead, and another one before that year has passed.
 func TestTheOrderOfUseSurvivesTheClock(t *testing.T) {
 	s, h := newFakeServer(t), newHost(t)
-	ahead, now := s.serve("ahead:1", newFakeImage(t, some(1, 3, 1000))), s.serve("now:1", newFakeImage(t, some(50, 3, 1000)))
+	ahead, now := s.Serve("ahead:1", newFakeImage(t, some(1, 3, 1000))), s.Serve("now:1", newFakeImage(t, some(50, 3, 1000)))
 	h.mustPull(now, api.Complete)
 	h.mustPull(ahead, api.Complete)
 	record, year := h.imagePath(ahead), time.Now().AddDate(1, 0, 0)
@@ -159,7 +159,7 @@ func TestTheOrderOfUseSurvivesTheClock(t *testing.T) {
 		t.Fatal(err)
 	}
 	order("a container was on it", ahead, now)
-	third := s.serve("third:1", newFakeImage(t, some(90, 3, 1000)))
+	third := s.Serve("third:1", newFakeImage(t, some(90, 3, 1000)))
 	h.mustPull(third, api.Complete)
 	order("another is pulled", ahead, now, third)
 	h.restart()
@@ -171,7 +171,7 @@ func TestTheOrderOfUseSurvivesTheClock(t *testing.T) {
 func TestGCExplainsSharedContentsAndLeftovers(t *testing.T) {
 	s := newFakeServer(t)
 	a, b := newFakeImage(t, some(1, 8, 90_000)), newFakeImage(t, some(5, 8, 90_000))
-	refA, refB := s.serve("a:1", a), s.serve("b:1", b)
+	refA, refB := s.Serve("a:1", a), s.Serve("b:1", b)
 	h := newHost(t)
 	h.mustPull(refA, api.Complete)
 	h.mustPull(refB, api.Complete)
@@ -243,7 +243,7 @@ func (h *host) smallRoot(mb int) {
 func TestAFullDisk(t *testing.T) {
 	s := newFakeServer(t)
 	one, two := newFakeImage(t, some(1, 12, 1_000_000)), newFakeImage(t, some(50, 12, 1_000_000))
-	ref1, ref2 := s.serve("one:1", one), s.serve("two:1", two)
+	ref1, ref2 := s.Serve("one:1", one), s.Serve("two:1", two)
 	h := newHost(t)
 	h.smallRoot(24)
 	h.mustPull(ref1, api.Complete)

@@ -14,6 +14,7 @@ import (
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
 	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/bundletest"
 )
 
 // indexed lists images in an index, which each of them says it was chosen from.
@@ -28,7 +29,7 @@ func indexed(t testing.TB, own *fakeImage, others ...*fakeImage) digest.Digest {
 		x.Manifests = append(x.Manifests, entry(m, riscv))
 	}
 	x.Manifests = append(x.Manifests, entry(own, here))
-	b := jsonBlob(t, ocispec.MediaTypeImageIndex, x)
+	b := bundletest.JSON(t, ocispec.MediaTypeImageIndex, x)
 	for _, m := range append(others, own) {
 		m.Chosen = &b
 	}
@@ -63,10 +64,10 @@ func TestWhatIsAskedFor(t *testing.T) {
 			indexed(t, own, other)
 			s := newFakeServer(t)
 			m, reference := c.serve(own, other)
-			s.serve("app:"+reference, m)
-			ref := s.addr + "/app:" + reference
+			s.Serve("app:"+reference, m)
+			ref := s.Addr + "/app:" + reference
 			if digest.Digest(reference).Validate() == nil {
-				ref = s.addr + "/app@" + reference
+				ref = s.Addr + "/app@" + reference
 			}
 			h := newHost(t)
 			_, err := h.pull(ref, api.Complete)
@@ -75,7 +76,7 @@ func TestWhatIsAskedFor(t *testing.T) {
 					t.Fatal(err)
 				}
 				h.same(m)
-				if got := s.requests[0].Image.Platform; got == nil || platforms.Format(*got) != platforms.Format(platforms.DefaultSpec()) {
+				if got := s.Requests()[0].Image.Platform; got == nil || platforms.Format(*got) != platforms.Format(platforms.DefaultSpec()) {
 					t.Errorf("asked for platform %v", got)
 				}
 				return

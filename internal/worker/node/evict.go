@@ -9,9 +9,8 @@ import (
 	"strings"
 	"time"
 
-	"github.com/opencontainers/go-digest"
-
 	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/origin"
 	"hydrofoil.dev/foil/internal/worker/store"
 )
 
@@ -29,7 +28,7 @@ func (n *Node) evictable() (list []*candidate, stays map[*store.Rootfs]string) {
 	stays = make(map[*store.Rootfs]string)
 	on := n.containers.On()
 	for _, img := range n.images.List() {
-		r := n.store.Get(img.ChainID)
+		r := n.store.Get(img.Rootfs)
 		if r == nil {
 			continue
 		}
@@ -42,10 +41,10 @@ func (n *Node) evictable() (list []*candidate, stays map[*store.Rootfs]string) {
 		if img.Used.After(c.used) {
 			c.used = img.Used
 		}
-		if why := n.stays(img.Ref, img.ChainID, r); why != "" {
+		if why := n.stays(img.Ref, img.Rootfs, r); why != "" {
 			stays[r] = why
 		}
-		if ids := on[img.ChainID]; len(ids) > 0 {
+		if ids := on[img.Rootfs]; len(ids) > 0 {
 			stays[r] = "container " + ids[0] + " uses it"
 		}
 	}
@@ -64,9 +63,9 @@ func (n *Node) evictable() (list []*candidate, stays map[*store.Rootfs]string) {
 }
 
 // stays says why an image stays; empty: nothing uses it.
-func (n *Node) stays(ref string, chain digest.Digest, r *store.Rootfs) string {
+func (n *Node) stays(ref string, key origin.Key, r *store.Rootfs) string {
 	switch {
-	case n.Held(chain):
+	case n.Held(key):
 		return "containerd uses it"
 	case n.pulls.Running(ref):
 		return "it is being pulled"
@@ -92,12 +91,12 @@ func (n *Node) evict(c *candidate, why string) bool {
 		}
 		defer unblock()
 		img := n.images.Get(ref)
-		if running != nil || img == nil || n.Held(img.ChainID) || len(n.ContainersOn(img.ChainID)) > 0 {
+		if running != nil || img == nil || n.Held(img.Rootfs) || len(n.ContainersOn(img.Rootfs)) > 0 {
 			return false
 		}
 	}
 	r := c.rootfs
-	if len(n.images.Of(r.ChainID())) != len(c.refs) || r.Broken() != nil || !r.Complete() || r.Used() {
+	if len(n.images.Of(r.Key())) != len(c.refs) || r.Broken() != nil || !r.Complete() || r.Used() {
 		return false
 	}
 	var errs []error
@@ -260,7 +259,7 @@ func (n *Node) plan(ctx context.Context, d store.Space, limit Limit) (*plan, err
 	for _, r := range l.All {
 		chain := r.ChainID().String()
 		switch {
-		case named[r.ChainID()] != "" || r.Used() || r.Filler() != nil:
+		case named[r.Key()] != "" || r.Used() || r.Filler() != nil:
 		case l.Open(r):
 			p.items = append(p.items, api.GCItem{Kind: "rootfs", Name: chain, Bytes: l.Size[r], Why: "no image names it, but a process or container has it open"})
 		default:
@@ -284,13 +283,13 @@ func (n *Node) plan(ctx context.Context, d store.Space, limit Limit) (*plan, err
 	}
 	for _, r := range l.All {
 		if why := stays[r]; why != "" && !gone[r] {
-			p.items = append(p.items, api.GCItem{Kind: "image", Name: n.Image(r.ChainID()), Bytes: l.Size[r], Why: why})
+			p.items = append(p.items, api.GCItem{Kind: "image", Name: n.Image(r.Key()), Bytes: l.Size[r], Why: why})
 		}
 	}
 	for _, r := range append(slices.DeleteFunc(slices.Clone(l.All), func(r *store.Rootfs) bool { return !gone[r] }), l.Lent...) {
 		var users []string
 		for _, b := range l.Borrowers(r, gone) {
-			users = append(users, n.Image(b.ChainID()))
+			users = append(users, n.Image(b.Key()))
 		}
 		if len(users) > 0 {
 			slices.Sort(users)

@@ -46,7 +46,7 @@ func digestName(ref string, m *fakeImage) string {
 func TestHeaderThenPull(t *testing.T) {
 	s := newFakeServer(t)
 	m := newFakeImage(t, some(1, 10, 5000))
-	ref := s.serve("app:1", m)
+	ref := s.Serve("app:1", m)
 	h := newHost(t)
 	got := h.header(ref)
 	if got.Digest() != m.Manifest.Digest || string(got.Config.Bytes) != string(m.Config.Bytes) || string(got.Manifest.Bytes) != string(m.Manifest.Bytes) {
@@ -63,24 +63,24 @@ func TestHeaderThenPull(t *testing.T) {
 	h.awaitMount()
 	h.mustPull(name, api.Complete)
 	h.same(m)
-	if n := s.requestCount(); n != 1 || h.waiting() > 0 {
+	if n := len(s.Requests()); n != 1 || h.waiting() > 0 {
 		t.Errorf("%d requests, %d pulls wait", n, h.waiting())
 	}
 	// Of what is here, the server is asked all the same.
 	h.header(ref)
 	h.header(name)
-	if n := s.requestCount(); n != 3 || h.waiting() > 0 {
+	if n := len(s.Requests()); n != 3 || h.waiting() > 0 {
 		t.Errorf("%d requests, %d pulls wait", n, h.waiting())
 	}
 	// The tag moves.
 	moved := newFakeImage(t, some(50, 3, 5000))
-	s.serve("app:1", moved)
+	s.Serve("app:1", moved)
 	if got := h.header(ref); got.Digest() != moved.Manifest.Digest {
 		t.Errorf("the tag still names %s", got.Digest())
 	}
 	h.mustPull(digestName(ref, moved), api.Complete)
 	h.same(moved)
-	if n := s.requestCount(); n != 4 {
+	if n := len(s.Requests()); n != 4 {
 		t.Errorf("%d requests", n)
 	}
 }
@@ -91,9 +91,9 @@ func TestHeaderBeforeTOC(t *testing.T) {
 	for _, cut := range []bool{false, true} {
 		s := newFakeServer(t)
 		m := newFakeImage(t, some(1, 10, 5000))
-		ref := s.serve("app:1", m)
+		ref := s.Serve("app:1", m)
 		h := newHost(t)
-		s.setTOC("wait")
+		s.SetTOC("wait")
 		if got := h.header(ref); got.Digest() != m.Manifest.Digest {
 			t.Errorf("header %+v", got)
 		}
@@ -111,8 +111,8 @@ func TestHeaderBeforeTOC(t *testing.T) {
 			return nil
 		})
 		want := 1
-		if s.setTOC(""); cut {
-			s.setTOC("cut")
+		if s.SetTOC(""); cut {
+			s.SetTOC("cut")
 			want = 2
 		}
 		if err := ends(t, "the pull", end); err != nil {
@@ -120,7 +120,7 @@ func TestHeaderBeforeTOC(t *testing.T) {
 		}
 		h.mustPull(digestName(ref, m), api.Complete)
 		h.same(m)
-		if n := s.requestCount(); n < want {
+		if n := len(s.Requests()); n < want {
 			t.Errorf("cut %t: %d requests", cut, n)
 		}
 		h.stop()
@@ -130,7 +130,7 @@ func TestHeaderBeforeTOC(t *testing.T) {
 func TestHeaderThatNobodyClaims(t *testing.T) {
 	s := newFakeServer(t)
 	m := newFakeImage(t, some(1, 10, 5000))
-	ref := s.serve("app:1", m)
+	ref := s.Serve("app:1", m)
 	h := newHost(t)
 	h.stop()
 	h.early = time.Millisecond
@@ -161,7 +161,7 @@ func TestHeaderThatNobodyClaims(t *testing.T) {
 	// Those that wait are bounded, and one that is asked for again replaces itself.
 	for i := range 2 * 8 {
 		m := newFakeImage(t, some(uint64(100+i), 2, 1000))
-		ref := s.serve(string(rune('a'+i))+":1", m)
+		ref := s.Serve(string(rune('a'+i))+":1", m)
 		h.header(ref)
 		h.header(ref)
 	}
@@ -175,7 +175,7 @@ func TestHeaderThatNobodyClaims(t *testing.T) {
 func TestHeaderThenPullByTag(t *testing.T) {
 	s := newFakeServer(t)
 	m := newFakeImage(t, some(1, 10, 5000))
-	ref := s.serve("app:1", m)
+	ref := s.Serve("app:1", m)
 	h := newHost(t)
 	h.stop()
 	h.early = time.Hour
@@ -193,7 +193,7 @@ func TestHeaderThenPullByTag(t *testing.T) {
 func TestHeaderReservesNothing(t *testing.T) {
 	s := newFakeServer(t)
 	m := newFakeImage(t, some(1, 10, 5000))
-	ref := s.serve("app:1", m)
+	ref := s.Serve("app:1", m)
 	h := newHost(t)
 	h.header(ref)
 	h.awaitMount()
@@ -206,18 +206,18 @@ func TestHeaderReservesNothing(t *testing.T) {
 func TestHeaderFails(t *testing.T) {
 	s := newFakeServer(t)
 	h := newHost(t)
-	if _, err := h.n.Header(t.Context(), api.PullRequest{Ref: s.addr + "/absent:1"}); codeOfErr(err) != api.CodeNotFound {
+	if _, err := h.n.Header(t.Context(), api.PullRequest{Ref: s.Addr + "/absent:1"}); codeOfErr(err) != api.CodeNotFound {
 		t.Errorf("no such image: %v", err)
 	}
 	ctx, cancel := context.WithCancel(t.Context())
-	s.setHeader(false)
+	s.SetHeader(false)
 	end := make(chan error, 1)
 	go func() {
-		_, err := h.n.Header(ctx, api.PullRequest{Ref: s.addr + "/absent:1"})
+		_, err := h.n.Header(ctx, api.PullRequest{Ref: s.Addr + "/absent:1"})
 		end <- err
 	}()
 	eventually(t, "the server was asked", func() error {
-		if n := s.requestCount(); n != 2 {
+		if n := len(s.Requests()); n != 2 {
 			return fmt.Errorf("%d requests", n)
 		}
 		return nil
@@ -226,9 +226,9 @@ func TestHeaderFails(t *testing.T) {
 	if err := ends(t, "a request that was given up", end); !errors.Is(err, context.Canceled) {
 		t.Errorf("a request that was given up: %v", err)
 	}
-	s.stop()
+	s.Stop()
 	began := time.Now()
-	_, err := h.n.Header(t.Context(), api.PullRequest{Ref: s.addr + "/absent:1"})
+	_, err := h.n.Header(t.Context(), api.PullRequest{Ref: s.Addr + "/absent:1"})
 	if codeOfErr(err) != api.CodeUnavailable || !errors.Is(err, fetch.ErrUnreachable) {
 		t.Errorf("no server, after %v: %v", time.Since(began), err)
 	}

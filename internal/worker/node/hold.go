@@ -10,7 +10,9 @@ import (
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
 	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/origin"
 	"hydrofoil.dev/foil/internal/worker/pull"
+	"hydrofoil.dev/foil/internal/worker/rootfs"
 )
 
 // Held is the mounted rootfs of an image that somebody besides containers uses.
@@ -20,6 +22,7 @@ type Held struct {
 	Manifest []byte
 	Config   []byte
 	ChainID  digest.Digest
+	Rootfs   origin.Key // what Release takes
 	// Complete: every byte of it was here already when Hold was called.
 	Complete bool
 	// Mount is where the rootfs is mounted, read-only. It stays there, also when
@@ -50,7 +53,7 @@ func (n *Node) Hold(ctx context.Context, name string) (*Held, error) {
 		return nil, err
 	}
 	defer leave()
-	p, err := n.pulls.Start(ctx, api.PullRequest{Ref: name, Until: api.Mounted}, "", false)
+	p, err := n.pulls.Start(ctx, api.PullRequest{Ref: name, Until: api.Mounted}, pull.How{Admitted: true})
 	if err != nil {
 		return nil, err
 	}
@@ -81,12 +84,12 @@ func (n *Node) holdMounted(name string, p *pull.Pull) *Held {
 		n.mu.Unlock()
 		return nil
 	}
-	n.holds[img.ChainID]++
+	n.holds[img.Rootfs]++
 	n.mu.Unlock()
 	// Who removes the image marks it first, and looks for holds then.
-	r := n.store.Get(img.ChainID)
+	r := n.store.Get(img.Rootfs)
 	if n.pulls.Blocked(name) || n.images.Get(name) == nil || r == nil || !r.Mount().Mounted() || r.Broken() != nil {
-		n.Release(img.ChainID)
+		n.Release(img.Rootfs)
 		return nil
 	}
 	n.images.Touch(name)
@@ -97,25 +100,32 @@ func (n *Node) holdMounted(name string, p *pull.Pull) *Held {
 		Manifest: img.Manifest,
 		Config:   img.Config,
 		ChainID:  img.ChainID,
+		Rootfs:   img.Rootfs,
 		Complete: r.Complete() && (p == nil || p.HadAll()),
 		Mount:    r.Mountpoint(),
 	}
 }
 
 // Release ends a hold. What nothing else uses stays until an image is removed.
-func (n *Node) Release(chain digest.Digest) {
+func (n *Node) Release(key origin.Key) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	if n.holds[chain]--; n.holds[chain] <= 0 {
-		delete(n.holds, chain)
+	if n.holds[key]--; n.holds[key] <= 0 {
+		delete(n.holds, key)
 	}
 }
 
+// Proven reports whether a rootfs is known to be the layers that its chain ID names: nobody proves any yet.
+func (n *Node) Proven(key origin.Key) bool {
+	r := n.store.Get(key)
+	return r != nil && r.Proof() == rootfs.Proven
+}
+
 // RootfsUsage returns what a rootfs takes on the disk: see store.Store.Usage.
-func (n *Node) RootfsUsage(chain digest.Digest) (size, inodes int64, err error) {
-	size, inodes, ok := n.store.Usage(chain)
+func (n *Node) RootfsUsage(key origin.Key) (size, inodes int64, err error) {
+	size, inodes, ok := n.store.Usage(key)
 	if !ok {
-		return 0, 0, api.Errorf(api.CodeNotFound, "rootfs %s is not here", chain)
+		return 0, 0, api.Errorf(api.CodeNotFound, "rootfs %s is not here", key)
 	}
 	return size, inodes, nil
 }

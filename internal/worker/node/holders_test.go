@@ -90,7 +90,7 @@ func TestDescriptorStore(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			s := newFakeServer(t)
 			img := newFakeImage(t, some(1, 30, 100_000))
-			ref := s.serve("app:1", img)
+			ref := s.Serve("app:1", img)
 			h := newHost(t)
 			h.stop()
 			store := &memoryStore{files: make(map[string]*os.File)}
@@ -100,7 +100,7 @@ func TestDescriptorStore(t *testing.T) {
 					_ = store.Drop(context.Background(), f)
 				}
 			})
-			s.setLimit(1)
+			s.SetLimit(1)
 			h.start()
 			h.mustPull(ref, api.Mounted)
 			h.stop()
@@ -117,7 +117,7 @@ func TestDescriptorStore(t *testing.T) {
 					}
 				}
 			}
-			s.setLimit(-1)
+			s.SetLimit(-1)
 			h.start()
 			if got := h.image(ref); (got.State == "broken") != test.broken {
 				t.Errorf("after the death of both: %+v", got)

@@ -26,6 +26,8 @@ import (
 	"hydrofoil.dev/foil/internal/logtest"
 	"hydrofoil.dev/foil/internal/worker/api"
 	"hydrofoil.dev/foil/internal/worker/keeper"
+	"hydrofoil.dev/foil/internal/worker/origin"
+	"hydrofoil.dev/foil/internal/worker/rootfs"
 )
 
 // This test binary is also the keeper, and the daemon that dies at a point.
@@ -271,24 +273,31 @@ func (h *host) image(ref string) api.Image {
 	return api.Image{}
 }
 
+// dir is that of an image's rootfs, or of what is left of it; one that is not there if there is none.
 func (h *host) dir(m *fakeImage) string {
-	if h.n != nil {
-		if r := h.n.store.Get(m.ChainID); r != nil {
-			return r.Dir()
+	records, _ := filepath.Glob(filepath.Join(h.root, "rootfs", "*", rootfs.RecordName))
+	lenders, _ := filepath.Glob(filepath.Join(h.root, "rootfs", "*", rootfs.LenderName))
+	for _, path := range append(records, lenders...) {
+		b, err := os.ReadFile(path)
+		if err == nil && bytes.Contains(b, []byte(m.ChainID)) && bytes.Contains(b, []byte(m.TOCDigest)) {
+			return filepath.Dir(path)
 		}
 	}
-	return filepath.Join(h.root, "rootfs", m.ChainID.Encoded())
+	return filepath.Join(h.root, "rootfs", "none")
 }
+
+// key is that of an image's rootfs.
+func (h *host) key(m *fakeImage) origin.Key { return rootfs.KeyOf(h.dir(m)) }
 
 // same compares every file of a mounted image with what it should be.
 func (h *host) same(m *fakeImage) {
 	h.t.Helper()
-	for _, name := range slices.Sorted(maps.Keys(m.files)) {
+	for _, name := range slices.Sorted(maps.Keys(m.Files)) {
 		got, err := os.ReadFile(filepath.Join(h.dir(m), "mnt", name))
 		if err != nil {
 			h.t.Fatal(err)
 		}
-		if string(got) != m.files[name] {
+		if string(got) != m.Files[name] {
 			h.t.Fatalf("%s: wrong bytes", name)
 		}
 	}

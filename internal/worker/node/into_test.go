@@ -18,8 +18,8 @@ func (h *host) pullInto(ctx context.Context, ref string, seen func(api.Event) er
 func TestAContainerIsMadeWithItsImage(t *testing.T) {
 	s := newFakeServer(t)
 	m := newFakeImage(t, some(1, 3, 100))
-	ref := s.serve("app:1", m)
-	s.setHeader(false) // until there is a directory
+	ref := s.Serve("app:1", m)
+	s.SetHeader(false) // until there is a directory
 	h := newHost(t)
 	var kinds []api.EventKind
 	err := h.pullInto(t.Context(), ref, func(ev api.Event) error {
@@ -38,12 +38,12 @@ func TestAContainerIsMadeWithItsImage(t *testing.T) {
 			if _, err := h.n.CreateContainer(t.Context(), api.ContainerRequest{ID: "c", Ref: ref}); codeOfErr(err) != api.CodeConflict {
 				t.Errorf("the same ID again: %v", err)
 			}
-			s.setHeader(true)
+			s.SetHeader(true)
 		case api.Mounted:
 			if c == nil || c.Ref != ref || c.Config == nil {
 				t.Fatalf("mounted: %+v", c)
 			}
-			for name, want := range m.files {
+			for name, want := range m.Files {
 				if b, err := os.ReadFile(filepath.Join(c.Rootfs, name)); err != nil || string(b) != want {
 					t.Errorf("%s: %d bytes, %v", name, len(b), err)
 				}
@@ -112,11 +112,11 @@ func TestNothingIsLeftOfAReservedContainer(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			s := newFakeServer(t)
-			ref := s.addr + "/app:1"
+			ref := s.Addr + "/app:1"
 			if test.at != "" {
-				s.serve("app:1", newFakeImage(t, some(1, 3, 100)))
+				s.Serve("app:1", newFakeImage(t, some(1, 3, 100)))
 			}
-			s.setHeader(test.header)
+			s.SetHeader(test.header)
 			h := newHost(t)
 			ctx, cancel := context.WithCancel(t.Context())
 			defer cancel()
@@ -137,7 +137,7 @@ func TestNothingIsLeftOfAReservedContainer(t *testing.T) {
 			if n := h.n.containers.Len(); n != 0 {
 				t.Errorf("%d containers", n)
 			}
-			s.setHeader(true)
+			s.SetHeader(true)
 			_ = h.n.RemoveImage(t.Context(), ref) // if it came to that
 			h.empty()
 		})
@@ -147,8 +147,8 @@ func TestNothingIsLeftOfAReservedContainer(t *testing.T) {
 // A daemon that stops while a container is reserved ends, and so does who waits for it.
 func TestCloseWhileAContainerIsReserved(t *testing.T) {
 	s := newFakeServer(t)
-	ref := s.serve("app:1", newFakeImage(t, some(1, 3, 100)))
-	s.setHeader(false)
+	ref := s.Serve("app:1", newFakeImage(t, some(1, 3, 100)))
+	s.SetHeader(false)
 	h := newHost(t)
 	reserved, ended := make(chan struct{}), make(chan error, 1)
 	n := h.n

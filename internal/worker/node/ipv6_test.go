@@ -17,18 +17,18 @@ func TestIPv6(t *testing.T) {
 	}
 	_ = l.Close()
 	s := newFakeServer(t)
-	s.stop()
-	s.listen("[::1]:0")
+	s.Stop()
+	s.Listen("[::1]:0")
 	m := newFakeImage(t, some(1, 10, 5000))
-	ref := s.serve("app:1", m)
+	ref := s.Serve("app:1", m)
 	if !strings.HasPrefix(ref, "[::1]:") {
 		t.Fatalf("the image is %s", ref)
 	}
-	s.setLimit(2)
+	s.SetLimit(2)
 	h := newHost(t)
 	h.mustPull(ref, api.Mounted)
 	h.restart()
-	s.setLimit(-1)
+	s.SetLimit(-1)
 	h.complete(ref)
 	h.same(m)
 	if _, err := h.n.CreateContainer(t.Context(), api.ContainerRequest{ID: "c", Ref: ref}); err != nil {

@@ -12,10 +12,8 @@ import (
 )
 
 // asked returns the images of all requests.
-func (s *fakeServer) asked() (list []bundle.ImageRequest) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	for _, r := range s.requests {
+func asked(s *fakeServer) (list []bundle.ImageRequest) {
+	for _, r := range s.Requests() {
 		list = append(list, r.Image)
 	}
 	return list
@@ -47,11 +45,11 @@ func TestAResumedPullAsksForItsService(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			s := newFakeServer(t)
 			m := newFakeImage(t, some(1, 8, 5000))
-			c.req.Ref = s.serve("app:1", m)
-			s.setLimit(2)
+			c.req.Ref = s.Serve("app:1", m)
+			s.SetLimit(2)
 			h := newHost(t)
 			h.pullFor(c.req)
-			before := len(s.asked())
+			before := len(asked(s))
 			h.stop()
 			if path := h.imagePath(c.req.Ref); c.older {
 				b, err := os.ReadFile(path)
@@ -64,17 +62,17 @@ func TestAResumedPullAsksForItsService(t *testing.T) {
 			}
 			h.start()
 			eventually(t, "the pull goes on", func() error {
-				if len(s.asked()) == before {
+				if len(asked(s)) == before {
 					return fmt.Errorf("%d requests", before)
 				}
 				return nil
 			})
-			got := s.asked()[before]
+			got := asked(s)[before]
 			if got.Startup != c.want.Startup || !slices.Equal(got.Entrypoint, c.want.Entrypoint) || !slices.Equal(got.Args, c.want.Args) ||
 				got.Reference != m.Manifest.Digest.String() || got.Header {
 				t.Errorf("asked for %+v, want %+v", got, c.want)
 			}
-			s.setLimit(-1)
+			s.SetLimit(-1)
 			h.mustPull(c.req.Ref, api.Complete)
 			h.same(m)
 		})
@@ -87,8 +85,8 @@ func TestAResumedPullAsksForItsService(t *testing.T) {
 func TestServicesJoin(t *testing.T) {
 	s := newFakeServer(t)
 	m := newFakeImage(t, some(1, 12, 5000))
-	ref, other := s.serve("app:1", m), s.serve("other:1", m)
-	s.setLimit(2)
+	ref, other := s.Serve("app:1", m), s.Serve("other:1", m)
+	s.SetLimit(2)
 	h := newHost(t)
 	service := func(name string) api.PullRequest { return api.PullRequest{Ref: ref, Args: []string{name}} }
 	// joins waits for the n-th service that joins since from.
@@ -96,7 +94,7 @@ func TestServicesJoin(t *testing.T) {
 		t.Helper()
 		var got []bundle.ImageRequest
 		eventually(t, what, func() error {
-			got = slices.DeleteFunc(s.asked()[from:], func(r bundle.ImageRequest) bool { return !r.Header })
+			got = slices.DeleteFunc(asked(s)[from:], func(r bundle.ImageRequest) bool { return !r.Header })
 			if len(got) < n {
 				return fmt.Errorf("%+v", got)
 			}
@@ -127,11 +125,11 @@ func TestServicesJoin(t *testing.T) {
 		}
 	}
 	h.remove(other)
-	from := len(s.asked())
+	from := len(asked(s))
 	h.restart()
 	h.pullFor(service("sixth"))
 	joins("a service after a restart", from, 1, "sixth")
-	s.setLimit(-1)
+	s.SetLimit(-1)
 	eventually(t, "the image is complete", func() error {
 		if img := h.image(ref); img.State != "complete" {
 			return fmt.Errorf("%+v", img)

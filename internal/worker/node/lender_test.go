@@ -37,7 +37,7 @@ func (h *host) blocks() (size int64) {
 func wantBlocks(images ...*fakeImage) (size int64) {
 	seen := make(map[string]bool)
 	for _, m := range images {
-		for _, data := range m.files {
+		for _, data := range m.Files {
 			if !seen[data] {
 				seen[data] = true
 				size += int64(len(data)+4095) / 4096 * 4096
@@ -63,7 +63,7 @@ func (h *host) takes(what string, images ...*fakeImage) {
 func TestRemovingFreesWhatNothingElseNeeds(t *testing.T) {
 	s := newFakeServer(t)
 	a, b, c := newFakeImage(t, some(1, 8, 9000)), newFakeImage(t, some(5, 8, 9000)), newFakeImage(t, some(7, 8, 9000))
-	refA, refB, refC := s.serve("a:1", a), s.serve("b:1", b), s.serve("c:1", c)
+	refA, refB, refC := s.Serve("a:1", a), s.Serve("b:1", b), s.Serve("c:1", c)
 	h := newHost(t)
 	for _, ref := range []string{refA, refB, refC} {
 		h.mustPull(ref, api.Complete)
@@ -107,7 +107,7 @@ func TestRemovingFreesWhatNothingElseNeeds(t *testing.T) {
 func TestUsageCountsWhatIsSharedOnce(t *testing.T) {
 	s := newFakeServer(t)
 	a, b, c := newFakeImage(t, some(1, 8, 9000)), newFakeImage(t, some(5, 8, 9000)), newFakeImage(t, some(7, 8, 9000))
-	refA, refB, refC := s.serve("a:1", a), s.serve("b:1", b), s.serve("c:1", c)
+	refA, refB, refC := s.Serve("a:1", a), s.Serve("b:1", b), s.Serve("c:1", c)
 	h := newHost(t)
 	sum := func(images ...*fakeImage) {
 		t.Helper()
@@ -115,7 +115,7 @@ func TestUsageCountsWhatIsSharedOnce(t *testing.T) {
 		eventually(t, "the sum is what the disk has", func() error {
 			var got, want int64
 			for _, m := range images {
-				size, inodes, err := h.n.RootfsUsage(m.ChainID)
+				size, inodes, err := h.n.RootfsUsage(h.key(m))
 				if err != nil || inodes == 0 {
 					t.Fatalf("usage: %d inodes, %v", inodes, err)
 				}
@@ -151,7 +151,7 @@ func TestUsageCountsWhatIsSharedOnce(t *testing.T) {
 func TestNothingIsPunchedUnderAMountThatLivesOn(t *testing.T) {
 	s := newFakeServer(t)
 	a, b := newFakeImage(t, some(1, 6, 9000)), newFakeImage(t, some(4, 6, 9000))
-	refA, refB := s.serve("a:1", a), s.serve("b:1", b)
+	refA, refB := s.Serve("a:1", a), s.Serve("b:1", b)
 	h := newHost(t)
 	h.mustPull(refA, api.Complete)
 	h.mustPull(refB, api.Complete)
@@ -170,7 +170,7 @@ func TestNothingIsPunchedUnderAMountThatLivesOn(t *testing.T) {
 	}
 	h.remove(refA)
 	h.restart()
-	for name, want := range a.files {
+	for name, want := range a.Files {
 		got, err := os.ReadFile(filepath.Join(hidden, "mnt", name))
 		if err != nil || string(got) != want {
 			t.Fatalf("%s: wrong bytes below an overlay that nobody told of, %v", name, err)
@@ -198,7 +198,7 @@ func TestADaemonDiesWhileItFrees(t *testing.T) {
 			t.Run(name, func(t *testing.T) {
 				s := newFakeServer(t)
 				a, b := newFakeImage(t, some(1, 6, 9000)), newFakeImage(t, some(4, 6, 9000))
-				refA, refB := s.serve("a:1", a), s.serve("b:1", b)
+				refA, refB := s.Serve("a:1", a), s.Serve("b:1", b)
 				h := newHost(t)
 				h.mustPull(refA, api.Complete)
 				h.mustPull(refB, api.Complete)
@@ -226,17 +226,17 @@ func TestADaemonDiesWhileItFrees(t *testing.T) {
 func TestRemovingAnIncompleteImageFreesWhatNobodyUses(t *testing.T) {
 	s := newFakeServer(t)
 	lender := newFakeImage(t, some(1, 20, 9000))
-	ref1 := s.serve("lender:1", lender)
-	s.setLimit(8)
+	ref1 := s.Serve("lender:1", lender)
+	s.SetLimit(8)
 	h := newHost(t)
 	h.mustPull(ref1, api.Mounted)
 	h.here(ref1, 8*9000)
-	f := h.partly(lender).files
+	f := h.partly(lender).Files
 	for _, name := range slices.Sorted(maps.Keys(f))[:2] {
 		delete(f, name)
 	}
 	user := newFakeImage(t, f)
-	ref2 := s.serve("user:1", user)
+	ref2 := s.Serve("user:1", user)
 	h.mustPull(ref2, api.Complete)
 	h.remove(ref1)
 	h.takes("the user alone", user)
@@ -245,7 +245,7 @@ func TestRemovingAnIncompleteImageFreesWhatNobodyUses(t *testing.T) {
 	h.start()
 	h.same(user)
 	h.verified(ref2)
-	s.setLimit(-1)
+	s.SetLimit(-1)
 	h.mustPull(ref1, api.Complete)
 	h.takes("both", user, lender)
 	h.same(lender)
@@ -266,7 +266,7 @@ func TestPullsAndRemovalsInAnyOrder(t *testing.T) {
 		maps.Copy(f, some(uint64(100+i/2), 2, 300_000))
 		m := newFakeImage(t, f)
 		images = append(images, m)
-		refs = append(refs, s.serve("app:"+string(rune('a'+i)), m))
+		refs = append(refs, s.Serve("app:"+string(rune('a'+i)), m))
 	}
 	here := make(map[int]bool)
 	random := rand.New(rand.NewPCG(4, 4))

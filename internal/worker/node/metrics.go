@@ -17,10 +17,11 @@ const (
 
 // nodeMetrics counts what a daemon does. docs/metrics.md lists all.
 type nodeMetrics struct {
-	ready   prometheus.Histogram
-	wait    prometheus.Histogram
-	evicted prometheus.Counter
-	keepers prometheus.Counter
+	ready     prometheus.Histogram
+	wait      prometheus.Histogram
+	evicted   prometheus.Counter
+	conflicts prometheus.Counter
+	keepers   prometheus.Counter
 }
 
 func newMetrics() *nodeMetrics {
@@ -29,10 +30,11 @@ func newMetrics() *nodeMetrics {
 		return prometheus.NewHistogram(prometheus.HistogramOpts{Name: name, Help: help, Buckets: seconds})
 	}
 	return &nodeMetrics{
-		ready:   histogram("foil_node_ready_seconds", "From the start of a container's process until its probe said ready (those of foil run: nobody says when others are)."),
-		wait:    histogram("foil_node_read_wait_seconds", "How long reads waited for bytes that were absent: its count is that of the reads."),
-		evicted: prometheus.NewCounter(prometheus.CounterOpts{Name: "foil_node_evictions_total", Help: "Images that were removed because of the disk limit."}),
-		keepers: prometheus.NewCounter(prometheus.CounterOpts{Name: "foil_node_keeper_restarts_total", Help: "Keepers that died and were replaced. Each is worth a look at the log."}),
+		ready:     histogram("foil_node_ready_seconds", "From the start of a container's process until its probe said ready (those of foil run: nobody says when others are)."),
+		wait:      histogram("foil_node_read_wait_seconds", "How long reads waited for bytes that were absent: its count is that of the reads."),
+		evicted:   prometheus.NewCounter(prometheus.CounterOpts{Name: "foil_node_evictions_total", Help: "Images that were removed because of the disk limit."}),
+		conflicts: prometheus.NewCounter(prometheus.CounterOpts{Name: "foil_node_toc_conflicts_total", Help: "Rootfs that a registry described by another TOC than before."}),
+		keepers:   prometheus.NewCounter(prometheus.CounterOpts{Name: "foil_node_keeper_restarts_total", Help: "Keepers that died and were replaced. Each is worth a look at the log."}),
 	}
 }
 
@@ -71,7 +73,7 @@ func describe(name, help string, labels ...string) *prometheus.Desc {
 // Metrics returns what tells of the daemon. It must not be asked after Close.
 func (n *Node) Metrics() prometheus.Collector {
 	m := n.metrics
-	return append(metrics.Collectors{m.ready, m.wait, m.evicted, m.keepers, state{n}}, n.pulls.Metrics()...)
+	return append(metrics.Collectors{m.ready, m.wait, m.evicted, m.conflicts, m.keepers, state{n}}, n.pulls.Metrics()...)
 }
 
 // state collects what is looked up.
@@ -117,7 +119,7 @@ func (s state) Collect(ch chan<- prometheus.Metric) {
 
 	images := map[string]int{"complete": 0, "pulling": 0, "broken": 0}
 	for _, img := range n.images.List() {
-		images[stateOf(n.store.Get(img.ChainID))]++
+		images[stateOf(n.store.Get(img.Rootfs))]++
 	}
 	running := 0
 	for _, p := range n.pulls.List() {

@@ -53,7 +53,7 @@ func TestMetricsAreDocumented(t *testing.T) {
 func TestMetrics(t *testing.T) {
 	s := newFakeServer(t)
 	img := newFakeImage(t, some(1, 30, 20_000))
-	ref := s.serve("app:1", img)
+	ref := s.Serve("app:1", img)
 	h := newHost(t)
 	h.mustPull(ref, api.Complete)
 	if _, err := h.pull(ref+"none", api.Complete); err == nil {
@@ -72,7 +72,7 @@ func TestMetrics(t *testing.T) {
 		}
 	}
 	size := 0.0
-	for _, b := range img.files {
+	for _, b := range img.Files {
 		size += float64(len(b))
 	}
 	want := map[string]float64{

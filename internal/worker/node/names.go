@@ -1,49 +1,59 @@
 package node
 
 import (
-	"github.com/opencontainers/go-digest"
+	"slices"
 
+	"hydrofoil.dev/foil/internal/worker/origin"
 	"hydrofoil.dev/foil/internal/worker/store"
 )
 
 var _ store.Namer = (*Node)(nil)
 
 // Named implements store.Namer.
-func (n *Node) Named() map[digest.Digest]string {
-	named := make(map[digest.Digest]string)
-	name := func(chain digest.Digest, who string) {
-		if named[chain] == "" {
-			named[chain] = who
+func (n *Node) Named() map[origin.Key]string {
+	named := make(map[origin.Key]string)
+	name := func(key origin.Key, who string) {
+		if named[key] == "" {
+			named[key] = who
 		}
 	}
 	for _, img := range n.images.List() {
-		name(img.ChainID, "image "+img.Ref)
+		name(img.Rootfs, "image "+img.Ref)
 	}
-	for chain, ids := range n.containers.On() {
-		name(chain, "container "+ids[0])
+	for key, ids := range n.containers.On() {
+		name(key, "container "+ids[0])
 	}
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	for chain := range n.holds {
-		name(chain, "containerd")
+	for key := range n.holds {
+		name(key, "containerd")
 	}
 	return named
 }
 
 // ContainersOn implements store.Namer.
-func (n *Node) ContainersOn(chain digest.Digest) []string { return n.containers.On()[chain] }
+func (n *Node) ContainersOn(key origin.Key) []string { return n.containers.On()[key] }
 
 // Image implements store.Namer.
-func (n *Node) Image(chain digest.Digest) string {
-	if list := n.images.Of(chain); len(list) > 0 {
+func (n *Node) Image(key origin.Key) string {
+	if list := n.images.Of(key); len(list) > 0 {
 		return list[0].Ref
 	}
-	return chain.String()
+	return string(key)
 }
 
 // Held implements store.Namer.
-func (n *Node) Held(chain digest.Digest) bool {
+func (n *Node) Held(key origin.Key) bool {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	return n.holds[chain] > 0
+	return n.holds[key] > 0
+}
+
+// Origins implements store.Namer.
+func (n *Node) Origins(key origin.Key) (list []string) {
+	for _, img := range n.images.Of(key) {
+		list = append(list, origin.Of(img.Ref))
+	}
+	slices.Sort(list)
+	return slices.Compact(list)
 }

@@ -26,7 +26,6 @@ import (
 	"sync"
 	"time"
 
-	"github.com/opencontainers/go-digest"
 	"golang.org/x/sys/unix"
 
 	"hydrofoil.dev/foil/internal/kernel"
@@ -38,6 +37,7 @@ import (
 	"hydrofoil.dev/foil/internal/worker/images"
 	"hydrofoil.dev/foil/internal/worker/keeper"
 	"hydrofoil.dev/foil/internal/worker/locks"
+	"hydrofoil.dev/foil/internal/worker/origin"
 	"hydrofoil.dev/foil/internal/worker/pull"
 	"hydrofoil.dev/foil/internal/worker/remote"
 	"hydrofoil.dev/foil/internal/worker/store"
@@ -72,6 +72,8 @@ type Options struct {
 	// Gate is what is to hold back reads of what is absent: kernel.GateFanotify,
 	// GateFUSE or GateLoop; empty: the best that the host can have.
 	Gate string
+	// Groups are registries that trust each other: what came from one is used for images of the others.
+	Groups origin.Groups
 	// Hosts says who answers for registries. Its Logger is set to this one's.
 	Hosts hosts.Options
 	// Store, when set, keeps descriptors besides the keeper.
@@ -132,7 +134,7 @@ type Node struct {
 	closing  bool
 	restored bool // what is on the disk and in the keeper has been looked at
 	evicting bool
-	holds    map[digest.Digest]int // what Hold keeps, by chain ID
+	holds    map[origin.Key]int // what Hold keeps
 	warnings []string
 }
 
@@ -162,7 +164,7 @@ func New(opts Options) (_ *Node, err error) {
 		started: time.Now(),
 		metrics: newMetrics(),
 		began:   beganNew,
-		holds:   make(map[digest.Digest]int),
+		holds:   make(map[origin.Key]int),
 	}
 	opts.Hosts.Logger = opts.Logger
 	n.hosts = hosts.New(opts.Hosts)
@@ -232,7 +234,8 @@ func (n *Node) open() (err error) {
 		return gateError(err)
 	}
 	n.store = store.New(store.Options{
-		Root: o.Root, Gate: n.gate, Loop: n.loop, Drop: n.holders().Drop, Names: n, Warn: n.Warn, Logger: n.log,
+		Root: o.Root, Gate: n.gate, Loop: n.loop, Drop: n.holders().Drop, Names: n, Groups: o.Groups, Warn: n.Warn, Logger: n.log,
+		Conflict: n.metrics.conflicts.Inc,
 		KeepWarm: o.keepWarm, WakeAfter: o.wantedRetry, At: o.crash,
 		Waited: func(d time.Duration) { n.metrics.wait.Observe(d.Seconds()) },
 	})
@@ -261,7 +264,7 @@ func (n *Node) open() (err error) {
 	n.mu.Unlock()
 	var again []*images.Image
 	for _, img := range n.images.List() {
-		if r := n.store.Get(img.ChainID); r == nil || !r.Complete() || r.Broken() != nil {
+		if r := n.store.Get(img.Rootfs); r == nil || !r.Complete() || r.Broken() != nil {
 			again = append(again, img.Image)
 		}
 	}

@@ -32,7 +32,7 @@ func asNobody(t *testing.T, args ...string) (string, error) {
 // whichever version has made it.
 func TestRootIsPrivate(t *testing.T) {
 	s, m := newFakeServer(t), newFakeImage(t, some(1, 3, 5000))
-	ref := s.serve("app:1", m)
+	ref := s.Serve("app:1", m)
 	h := newHost(t)
 	if err := os.Chmod(h.root, 0o755); err != nil { // as one that was there
 		t.Fatal(err)
@@ -55,7 +55,7 @@ func TestRootIsPrivate(t *testing.T) {
 			}
 			return nil
 		})
-		if err != nil || below < 2*len(m.files) { // in the mount, and in the container's filesystem
+		if err != nil || below < 2*len(m.Files) { // in the mount, and in the container's filesystem
 			t.Errorf("%d files, %v", below, err)
 		}
 	}

@@ -19,7 +19,7 @@ import (
 func TestPullsAndRemovalsLeaveNothing(t *testing.T) {
 	s := newFakeServer(t)
 	one, two := newFakeImage(t, some(1, 8, 5000)), newFakeImage(t, some(5, 8, 5000))
-	ref1, ref2 := s.serve("app:1", one), s.serve("app:2", two)
+	ref1, ref2 := s.Serve("app:1", one), s.Serve("app:2", two)
 	h := newHost(t)
 	h.mustPull(ref1, api.Complete)
 	h.remove(ref1)
@@ -56,14 +56,14 @@ func TestPullsAndRemovalsLeaveNothing(t *testing.T) {
 func TestRemovingOneNameOfAnImageLeavesTheOther(t *testing.T) {
 	s := newFakeServer(t)
 	m := newFakeImage(t, some(1, 20, 5000))
-	ref1, ref2 := s.serve("app:1", m), s.serve("other:1", m)
-	s.setLimit(4)
+	ref1, ref2 := s.Serve("app:1", m), s.Serve("other:1", m)
+	s.SetLimit(4)
 	h := newHost(t)
 	h.mustPull(ref1, api.Mounted) // fills
 	h.mustPull(ref2, api.Mounted) // waits
 	end, _ := cat(t, filepath.Join(h.dir(m), "mnt", "f001-019"))
 	h.remove(ref1)
-	s.setLimit(-1)
+	s.SetLimit(-1)
 	h.mustPull(ref2, api.Complete)
 	if err := ends(t, "the read", end); err != nil {
 		t.Errorf("the read of the other image: %v", err)
@@ -75,8 +75,8 @@ func TestRemovingOneNameOfAnImageLeavesTheOther(t *testing.T) {
 func TestRemovingOneNameGoesOnWithTheOther(t *testing.T) {
 	s := newFakeServer(t)
 	m := newFakeImage(t, some(1, 20, 5000))
-	ref1, ref2 := s.serve("app:1", m), s.serve("other:1", m)
-	s.setLimit(4)
+	ref1, ref2 := s.Serve("app:1", m), s.Serve("other:1", m)
+	s.SetLimit(4)
 	h := newHost(t)
 	h.mustPull(ref1, api.Mounted)
 	h.mustPull(ref2, api.Mounted)
@@ -86,7 +86,7 @@ func TestRemovingOneNameGoesOnWithTheOther(t *testing.T) {
 		t.Fatal(err)
 	}
 	h.remove(ref1)
-	s.setLimit(-1)
+	s.SetLimit(-1)
 	eventually(t, "the other image is complete", func() error {
 		if img := h.image(ref2); img.State != "complete" {
 			return fmt.Errorf("%+v", img)
@@ -99,8 +99,8 @@ func TestRemovingOneNameGoesOnWithTheOther(t *testing.T) {
 func TestRemoveStopsAPull(t *testing.T) {
 	s := newFakeServer(t)
 	m := newFakeImage(t, some(1, 20, 5000))
-	ref := s.serve("app:1", m)
-	s.setLimit(4)
+	ref := s.Serve("app:1", m)
+	s.SetLimit(4)
 	h := newHost(t)
 	h.mustPull(ref, api.Mounted)
 	end := make(chan error, 1)
@@ -119,13 +119,13 @@ func TestRemoveStopsAPull(t *testing.T) {
 		t.Error("the pull of a removed image came to a good end")
 	}
 	h.empty()
-	s.setLimit(-1)
+	s.SetLimit(-1)
 	h.mustPull(ref, api.Complete)
 	h.same(m)
 
 	// Before anything is known of the image, too.
-	s.setHeader(false)
-	ref2 := s.serve("app:2", newFakeImage(t, some(90, 2, 5000)))
+	s.SetHeader(false)
+	ref2 := s.Serve("app:2", newFakeImage(t, some(90, 2, 5000)))
 	go func() {
 		_, err := h.pull(ref2, api.Complete)
 		end <- err
@@ -142,7 +142,7 @@ func TestPullAndRemoveAtOnce(t *testing.T) {
 	var refs []string
 	for i := range 3 {
 		m := newFakeImage(t, some(uint64(1+4*i), 8, 3000)) // neighbours share contents
-		refs = append(refs, s.serve(fmt.Sprintf("app:%d", i), m), s.serve(fmt.Sprintf("again:%d", i), m))
+		refs = append(refs, s.Serve(fmt.Sprintf("app:%d", i), m), s.Serve(fmt.Sprintf("again:%d", i), m))
 	}
 	h := newHost(t)
 	var wg sync.WaitGroup
@@ -179,7 +179,7 @@ func TestPullAndRemoveAtOnce(t *testing.T) {
 func TestAnImageThatAContainerUsesStays(t *testing.T) {
 	s := newFakeServer(t)
 	m := newFakeImage(t, some(1, 3, 100))
-	ref := s.serve("app:1", m)
+	ref := s.Serve("app:1", m)
 	h := newHost(t)
 	h.mustPull(ref, api.Complete)
 	for range 2 {
@@ -212,7 +212,7 @@ func TestAnImageThatAContainerUsesStays(t *testing.T) {
 func TestAContainerIsRemovedThatIsLookedAt(t *testing.T) {
 	s := newFakeServer(t)
 	m := newFakeImage(t, some(1, 3, 100))
-	ref := s.serve("app:1", m)
+	ref := s.Serve("app:1", m)
 	h := newHost(t)
 	h.mustPull(ref, api.Complete)
 	c, err := h.n.CreateContainer(t.Context(), api.ContainerRequest{ID: "c", Ref: ref})

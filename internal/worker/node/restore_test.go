@@ -17,12 +17,12 @@ import (
 func TestCompleteImagesNeedNoServerAfterAReboot(t *testing.T) {
 	s := newFakeServer(t)
 	one, two := newFakeImage(t, some(1, 8, 5000)), newFakeImage(t, some(5, 8, 5000))
-	ref1, ref2 := s.serve("app:1", one), s.serve("app:2", two)
+	ref1, ref2 := s.Serve("app:1", one), s.Serve("app:2", two)
 	h := newHost(t)
 	h.mustPull(ref1, api.Complete)
 	h.mustPull(ref2, api.Complete)
 	h.stop()
-	s.stop()
+	s.Stop()
 	h.reboot()
 	h.start()
 	h.same(one)
@@ -42,12 +42,12 @@ func TestCompleteImagesNeedNoServerAfterAReboot(t *testing.T) {
 func TestOnlyWhatIsDurableIsBelievedAfterAReboot(t *testing.T) {
 	s := newFakeServer(t)
 	m := newFakeImage(t, some(1, 20, 5000))
-	ref := s.serve("app:1", m)
-	s.setLimit(5)
+	ref := s.Serve("app:1", m)
+	s.SetLimit(5)
 	h := newHost(t)
 	h.mustPull(ref, api.Mounted)
 	h.here(ref, 25000)
-	a := h.n.store.Get(m.ChainID).Arena()
+	a := h.n.store.Get(h.key(m)).Arena()
 	if err := a.Sync(t.Context()); err != nil {
 		t.Fatal(err)
 	}
@@ -57,7 +57,7 @@ func TestOnlyWhatIsDurableIsBelievedAfterAReboot(t *testing.T) {
 		t.Fatal(err)
 	}
 	kept := h.image(ref).ContentHere
-	s.setLimit(12)
+	s.SetLimit(12)
 	h.here(ref, 12*5000)
 	h.stop()
 	// The cut: the map of before, and rubbish where blocks were not written yet.
@@ -66,13 +66,13 @@ func TestOnlyWhatIsDurableIsBelievedAfterAReboot(t *testing.T) {
 	}
 	h.reboot()
 	h.rubbish(m, func(i int) bool { return i >= 5 })
-	s.setHeader(false)
+	s.SetHeader(false)
 	h.start()
 	if got := h.image(ref).ContentHere; got != kept {
 		t.Errorf("%d bytes are believed after a reboot, %d were durable", got, kept)
 	}
-	s.setLimit(-1)
-	s.setHeader(true)
+	s.SetLimit(-1)
+	s.SetHeader(true)
 	h.mustPull(ref, api.Complete)
 	h.same(m)
 	h.verified(ref)
@@ -87,7 +87,7 @@ func (h *host) rubbish(m *fakeImage, which func(i int) bool) {
 	}
 	defer f.Close()
 	off := int64(0)
-	for i, c := range m.toc.Contents {
+	for i, c := range m.Tree.Contents {
 		if which(i) {
 			if _, err := f.WriteAt([]byte(strings.Repeat("\xaa", int(c.Size))), off); err != nil {
 				h.t.Fatal(err)
@@ -100,13 +100,13 @@ func (h *host) rubbish(m *fakeImage, which func(i int) bool) {
 // partly is an image of those files of m that are here.
 func (h *host) partly(m *fakeImage) *fakeImage {
 	h.t.Helper()
-	a := h.n.store.Get(m.ChainID).Arena()
+	a := h.n.store.Get(h.key(m)).Arena()
 	f := make(files)
-	for name, data := range m.files {
-		for i := range m.toc.Contents {
+	for name, data := range m.Files {
+		for i := range m.Tree.Contents {
 			off, _ := a.Layout().Offset(i)
-			c := m.toc.Contents[i]
-			if m.data[m.toc.Segments[c.First].ID] != nil && string(m.data[m.toc.Segments[c.First].ID]) == data && a.Present(off, c.Size) {
+			c := m.Tree.Contents[i]
+			if m.Data[m.Tree.Segments[c.First].ID] != nil && string(m.Data[m.Tree.Segments[c.First].ID]) == data && a.Present(off, c.Size) {
 				f[name] = data
 			}
 		}
@@ -119,18 +119,18 @@ func (h *host) partly(m *fakeImage) *fakeImage {
 func TestWhatAnIncompleteImageLendsIsDurable(t *testing.T) {
 	s := newFakeServer(t)
 	lender := newFakeImage(t, some(1, 20, 5000))
-	ref1 := s.serve("lender:1", lender)
-	s.setLimit(6)
+	ref1 := s.Serve("lender:1", lender)
+	s.SetLimit(6)
 	h := newHost(t)
 	h.mustPull(ref1, api.Mounted)
 	h.here(ref1, 30000)
 	user := h.partly(lender)
-	if len(user.files) < 6 {
-		t.Fatalf("only %d files are here", len(user.files))
+	if len(user.Files) < 6 {
+		t.Fatalf("only %d files are here", len(user.Files))
 	}
-	ref2 := s.serve("user:1", user)
+	ref2 := s.Serve("user:1", user)
 	h.mustPull(ref2, api.Complete)
-	if r := h.rootfs(user); slices.Contains(r.Arenas(), user.ChainID) || !r.Complete() {
+	if r := h.rootfs(user); r.Own() >= 0 || !r.Complete() {
 		t.Fatalf("the image did not use the other's arena: %v", r.Arenas())
 	}
 	durable, err := os.ReadFile(filepath.Join(h.dir(lender), "durable"))
@@ -138,7 +138,7 @@ func TestWhatAnIncompleteImageLendsIsDurable(t *testing.T) {
 		t.Fatalf("what is lent is not durable: %v", err)
 	}
 	h.stop()
-	s.stop()
+	s.Stop()
 	// What the end of the daemon made durable, a power cut would not have.
 	if err := os.WriteFile(filepath.Join(h.dir(lender), "durable"), durable, 0o600); err != nil {
 		t.Fatal(err)
@@ -157,8 +157,8 @@ func TestWhatAnIncompleteImageLendsIsDurable(t *testing.T) {
 	h.restart()
 	h.same(user)
 	h.verified(ref2)
-	s.listen(s.addr)
-	s.setLimit(-1)
+	s.Listen(s.Addr)
+	s.SetLimit(-1)
 	h.mustPull(ref1, api.Complete)
 	h.same(lender)
 	h.same(user)
@@ -170,7 +170,7 @@ func TestWhatAnIncompleteImageLendsIsDurable(t *testing.T) {
 
 func (h *host) rootfs(m *fakeImage) *store.Rootfs {
 	h.t.Helper()
-	r := h.n.store.Get(m.ChainID)
+	r := h.n.store.Get(h.key(m))
 	if r == nil {
 		h.t.Fatalf("no rootfs %s", m.ChainID)
 	}
@@ -182,17 +182,17 @@ func (h *host) rootfs(m *fakeImage) *store.Rootfs {
 func TestWhatWasLentIsGoneAfterAReboot(t *testing.T) {
 	s := newFakeServer(t)
 	lender := newFakeImage(t, some(1, 20, 5000))
-	ref1 := s.serve("lender:1", lender)
-	s.setLimit(6)
+	ref1 := s.Serve("lender:1", lender)
+	s.SetLimit(6)
 	h := newHost(t)
 	h.mustPull(ref1, api.Mounted)
 	h.here(ref1, 30000)
 	part := h.partly(lender)
-	f := maps.Clone(part.files)
+	f := maps.Clone(part.Files)
 	maps.Copy(f, some(100, 5, 5000))
 	user := newFakeImage(t, f)
-	ref2 := s.serve("user:1", user)
-	s.setLimit(2)
+	ref2 := s.Serve("user:1", user)
+	s.SetLimit(2)
 	h.mustPull(ref2, api.Mounted)
 	if r := h.rootfs(user); len(r.Arenas()) != 2 {
 		t.Fatalf("the image does not use the other's arena: %v", r.Arenas())
@@ -203,7 +203,7 @@ func TestWhatWasLentIsGoneAfterAReboot(t *testing.T) {
 	}
 	h.reboot()
 	h.rubbish(lender, func(int) bool { return true })
-	s.setLimit(-1)
+	s.SetLimit(-1)
 	h.start()
 	for _, ref := range []string{ref1, ref2} {
 		h.mustPull(ref, api.Complete)
@@ -217,7 +217,7 @@ func TestWhatWasLentIsGoneAfterAReboot(t *testing.T) {
 func TestAChainOfArenas(t *testing.T) {
 	s := newFakeServer(t)
 	a, b, c := newFakeImage(t, some(1, 6, 5000)), newFakeImage(t, some(4, 6, 5000)), newFakeImage(t, some(7, 6, 5000))
-	refA, refB, refC := s.serve("a:1", a), s.serve("b:1", b), s.serve("c:1", c)
+	refA, refB, refC := s.Serve("a:1", a), s.Serve("b:1", b), s.Serve("c:1", c)
 	h := newHost(t)
 	for _, ref := range []string{refA, refB, refC} {
 		h.mustPull(ref, api.Complete)
@@ -279,32 +279,32 @@ func TestDamageHarmsOneImageOnly(t *testing.T) {
 				t.Run(fmt.Sprintf("%s %s, complete %v", file, how, complete), func(t *testing.T) {
 					s := newFakeServer(t)
 					other, victim := newFakeImage(t, some(200, 3, 5000)), newFakeImage(t, some(1, 12, 5000))
-					refOther, refVictim := s.serve("other:1", other), s.serve("victim:1", victim)
+					refOther, refVictim := s.Serve("other:1", other), s.Serve("victim:1", victim)
 					h := newHost(t)
 					h.mustPull(refOther, api.Complete)
 					user := newFakeImage(t, some(1, 3, 5000))
 					if complete {
 						h.mustPull(refVictim, api.Complete)
 					} else {
-						s.setLimit(4)
+						s.SetLimit(4)
 						h.mustPull(refVictim, api.Mounted)
 						h.here(refVictim, 20000)
 						user = h.partly(victim)
 					}
-					refUser := s.serve("user:1", user)
+					refUser := s.Serve("user:1", user)
 					h.mustPull(refUser, api.Complete)
-					if r := h.rootfs(user); slices.Contains(r.Arenas(), user.ChainID) {
+					if r := h.rootfs(user); r.Own() >= 0 {
 						t.Fatalf("the image did not use the other's arena: %v", r.Arenas())
 					}
 					h.reboot()
 					damage[how](t, filepath.Join(h.dir(victim), file))
-					s.setHeader(false)
+					s.SetHeader(false)
 					h.start()
 					h.same(other)
 					h.same(user)
 					h.verified(refOther)
-					s.setHeader(true)
-					s.setLimit(-1)
+					s.SetHeader(true)
+					s.SetLimit(-1)
 					if _, err := h.pull(refVictim, api.Complete); err == nil {
 						h.same(victim)
 					} else if !strings.Contains(err.Error(), "foil rm") {
@@ -329,8 +329,8 @@ func TestDamageHarmsOneImageOnly(t *testing.T) {
 func TestADamagedImageStaysBehindTheGate(t *testing.T) {
 	s := newFakeServer(t)
 	m := newFakeImage(t, some(1, 10, 5000))
-	ref := s.serve("app:1", m)
-	s.setLimit(2)
+	ref := s.Serve("app:1", m)
+	s.SetLimit(2)
 	h := newHost(t)
 	h.mustPull(ref, api.Mounted)
 	c, err := h.n.CreateContainer(t.Context(), api.ContainerRequest{ID: "c", Ref: ref})
@@ -355,7 +355,7 @@ func TestADamagedImageStaysBehindTheGate(t *testing.T) {
 			t.Error("the keeper has gone, and the gate with it")
 		}
 	}
-	s.setLimit(-1)
+	s.SetLimit(-1)
 	h.start()
 	// This is the daemon's own pull, if it has not ended yet. What is done for the
 	// next one must not come in its middle.
@@ -372,7 +372,7 @@ func TestADamagedImageStaysBehindTheGate(t *testing.T) {
 func TestAnImageRecordThatIsDamagedIsSetAside(t *testing.T) {
 	s := newFakeServer(t)
 	one, two := newFakeImage(t, some(1, 3, 5000)), newFakeImage(t, some(50, 3, 5000))
-	ref1, ref2 := s.serve("app:1", one), s.serve("app:2", two)
+	ref1, ref2 := s.Serve("app:1", one), s.Serve("app:2", two)
 	h := newHost(t)
 	for name, b := range map[string]string{"empty": "", "no JSON": "{", "of no version": `{"version":0}`, "of another image": ""} {
 		h.mustPull(ref1, api.Complete)
@@ -409,7 +409,7 @@ func TestAnImageRecordThatIsDamagedIsSetAside(t *testing.T) {
 func TestStateOfANewerVersionIsLeftAlone(t *testing.T) {
 	s := newFakeServer(t)
 	m, user := newFakeImage(t, some(1, 6, 5000)), newFakeImage(t, some(4, 6, 5000))
-	gone, ref := s.serve("gone:1", m), s.serve("app:1", user)
+	gone, ref := s.Serve("gone:1", m), s.Serve("app:1", user)
 	h := newHost(t)
 	h.mustPull(gone, api.Complete)
 	h.mustPull(ref, api.Complete)
@@ -430,7 +430,7 @@ func TestStateOfANewerVersionIsLeftAlone(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		newer := regexp.MustCompile(`"version":\s*1\b`).ReplaceAll(old, []byte(`"version": 99`))
+		newer := regexp.MustCompile(`"version":\s*[12]\b`).ReplaceAll(old, []byte(`"version": 99`))
 		if err := os.WriteFile(path, newer, 0o600); err != nil {
 			t.Fatal(err)
 		}
@@ -457,7 +457,7 @@ func TestStateOfANewerVersionIsLeftAlone(t *testing.T) {
 func TestContainersOfBeforeAreFoundAgain(t *testing.T) {
 	s := newFakeServer(t)
 	m := newFakeImage(t, some(1, 3, 5000))
-	ref := s.serve("app:1", m)
+	ref := s.Serve("app:1", m)
 	h := newHost(t)
 	h.mustPull(ref, api.Complete)
 	for _, id := range []string{"whole", "half"} {

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/pull"
 )
 
 // A host boots, and its network comes up later: reads wait, as they would for a
@@ -19,12 +20,12 @@ import (
 func TestAnIncompleteImageGoesOnWhenTheNetworkIsBack(t *testing.T) {
 	s := newFakeServer(t)
 	m := newFakeImage(t, some(1, 10, 5000))
-	ref := s.serve("app:1", m)
-	s.setLimit(2)
+	ref := s.Serve("app:1", m)
+	s.SetLimit(2)
 	h := newHost(t)
 	h.mustPull(ref, api.Mounted)
 	h.reboot()
-	s.stop()
+	s.Stop()
 	h.start()
 	const last = "f001-009"
 	end, out := cat(t, filepath.Join(h.dir(m), "mnt", last))
@@ -34,9 +35,9 @@ func TestAnIncompleteImageGoesOnWhenTheNetworkIsBack(t *testing.T) {
 		t.Fatalf("a read of what is absent ended (%v) while the daemon was trying", err)
 	default:
 	}
-	s.setLimit(-1)
-	s.listen(s.addr)
-	if err := ends(t, "the read", end); err != nil || out.String() != m.files[last] {
+	s.SetLimit(-1)
+	s.Listen(s.Addr)
+	if err := ends(t, "the read", end); err != nil || out.String() != m.Files[last] {
 		t.Errorf("read %d bytes, %v", out.Len(), err)
 	}
 	h.complete(ref)
@@ -49,15 +50,15 @@ func TestAnIncompleteImageGoesOnWhenTheNetworkIsBack(t *testing.T) {
 func gaveUp(t *testing.T, retry, wanted time.Duration) (s *fakeServer, h *host, m *fakeImage, ref string) {
 	t.Helper()
 	s, m = newFakeServer(t), newFakeImage(t, some(1, 10, 5000))
-	ref = s.serve("app:1", m)
-	s.setLimit(2)
+	ref = s.Serve("app:1", m)
+	s.SetLimit(2)
 	h = newHost(t)
 	h.stop()
 	h.giveUp, h.retry = 100*time.Millisecond, retry
 	h.wanted = wanted
 	h.start()
 	h.mustPull(ref, api.Mounted)
-	s.stop()
+	s.Stop()
 	h.logged("the pull of an image is tried again later")
 	return s, h, m, ref
 }
@@ -70,8 +71,8 @@ func TestAPullThatGaveUpIsBegunAgain(t *testing.T) {
 	if err := ends(t, "the read", end); err == nil {
 		t.Errorf("a read of what nobody has returned %d bytes", out.Len())
 	}
-	s.setLimit(-1)
-	s.listen(s.addr)
+	s.SetLimit(-1)
+	s.Listen(s.Addr)
 	h.complete(ref)
 	h.same(m)
 	eventually(t, "nothing is left of the failures", func() error {
@@ -86,8 +87,8 @@ func TestAPullThatGaveUpIsBegunAgain(t *testing.T) {
 func TestARemovedImageIsNotBegunAgain(t *testing.T) {
 	s, h, _, ref := gaveUp(t, time.Second, 0)
 	h.remove(ref)
-	s.setLimit(-1)
-	s.listen(s.addr)
+	s.SetLimit(-1)
+	s.Listen(s.Addr)
 	eventually(t, "the pause is over", func() error {
 		if h.n.pulls.Retrying() > 0 {
 			return os.ErrExist
@@ -100,11 +101,11 @@ func TestARemovedImageIsNotBegunAgain(t *testing.T) {
 // A read of what is absent does not fail before the server has been asked once more.
 func TestAReadBeginsTheNextTry(t *testing.T) {
 	s, h, m, ref := gaveUp(t, time.Hour, time.Nanosecond)
-	s.setLimit(-1)
-	s.listen(s.addr)
+	s.SetLimit(-1)
+	s.Listen(s.Addr)
 	const last = "f001-009"
 	end, out := cat(t, filepath.Join(h.dir(m), "mnt", last))
-	if err := ends(t, "the read", end); err != nil || out.String() != m.files[last] {
+	if err := ends(t, "the read", end); err != nil || out.String() != m.Files[last] {
 		t.Errorf("read %d bytes, %v", out.Len(), err)
 	}
 	h.complete(ref)
@@ -147,23 +148,23 @@ func TestReadsAreNoStorm(t *testing.T) {
 // that answer. containerd itself asks for no more, since it has the snapshots.
 func TestAHeaderBeginsTheNextTry(t *testing.T) {
 	s, m := newFakeServer(t), newFakeImage(t, some(1, 10, 5000))
-	tag := s.serve("app:1", m)
+	tag := s.Serve("app:1", m)
 	ref := strings.TrimSuffix(tag, ":1") + "@" + m.Manifest.Digest.String()
-	s.setLimit(2)
+	s.SetLimit(2)
 	h := newHost(t)
 	h.stop()
 	h.giveUp = 100 * time.Millisecond
 	h.start()
 	h.mustPull(ref, api.Mounted)
-	s.stop()
+	s.Stop()
 	h.logged("the pull of an image is tried again later")
-	s.setLimit(-1)
-	s.listen(s.addr)
-	before := s.requestCount()
+	s.SetLimit(-1)
+	s.Listen(s.Addr)
+	before := len(s.Requests())
 	h.header(tag)
 	h.complete(ref)
 	h.same(m)
-	if n := s.requestCount() - before; n != 1 {
+	if n := len(s.Requests()) - before; n != 1 {
 		t.Errorf("%d requests, want 1", n)
 	}
 }
@@ -171,8 +172,8 @@ func TestAHeaderBeginsTheNextTry(t *testing.T) {
 // A container that is made of an image whose pull waits begins it.
 func TestAContainerBeginsTheNextTry(t *testing.T) {
 	s, h, m, ref := gaveUp(t, time.Hour, time.Nanosecond)
-	s.setLimit(-1)
-	s.listen(s.addr)
+	s.SetLimit(-1)
+	s.Listen(s.Addr)
 	if _, err := h.n.CreateContainer(t.Context(), api.ContainerRequest{ID: "c", Ref: ref}); err != nil {
 		t.Fatal(err)
 	}
@@ -198,17 +199,17 @@ func TestAPullThatHasFailedIsNotJoined(t *testing.T) {
 	}
 	h.start()
 	m := newFakeImage(t, some(1, 3, 5000))
-	ref := s.addr + "/app:1"
+	ref := s.Addr + "/app:1"
 	first, second := make(chan error, 1), make(chan error, 1)
 	go func() {
 		_, err := h.pull(ref, api.Complete)
 		first <- err
 	}()
 	<-failing
-	s.serve("app:1", m)
+	s.Serve("app:1", m)
 	ended, end := context.WithCancel(t.Context())
 	end()
-	if _, err := h.n.pulls.Start(ended, api.PullRequest{Ref: ref}, "", false); !errors.Is(err, context.Canceled) {
+	if _, err := h.n.pulls.Start(ended, api.PullRequest{Ref: ref}, pull.How{}); !errors.Is(err, context.Canceled) {
 		t.Errorf("a pull that joins: %v, want one that waits", err)
 	}
 	go func() {
@@ -230,12 +231,12 @@ func TestAPullThatHasFailedIsNotJoined(t *testing.T) {
 func TestAReadBeforeItsPullIsPromoted(t *testing.T) {
 	s := newFakeServer(t)
 	m := newFakeImage(t, some(1, 10, 100_000))
-	ref := s.serve("app:1", m)
-	s.setLimit(2)
+	ref := s.Serve("app:1", m)
+	s.SetLimit(2)
 	h := newHost(t)
 	h.mustPull(ref, api.Mounted)
 	h.here(ref, 200_000)
-	s.setHeader(false)
+	s.SetHeader(false)
 	h.restart()
 	const last = "f001-009"
 	end, out := cat(t, filepath.Join(h.dir(m), "mnt", last))
@@ -245,16 +246,16 @@ func TestAReadBeforeItsPullIsPromoted(t *testing.T) {
 		}
 		return nil
 	})
-	before := len(s.promotedFrames())
-	s.setHeader(true)
+	before := len(s.Promoted())
+	s.SetHeader(true)
 	eventually(t, "the last frame is promoted", func() error {
-		if got := s.promotedFrames()[before:]; !slices.Contains(got, 7) { // two of ten are here
+		if got := s.Promoted()[before:]; !slices.Contains(got, 7) { // two of ten are here
 			return fmt.Errorf("promoted %v", got)
 		}
 		return nil
 	})
-	s.setLimit(-1)
-	if err := ends(t, "the read", end); err != nil || out.String() != m.files[last] {
+	s.SetLimit(-1)
+	if err := ends(t, "the read", end); err != nil || out.String() != m.Files[last] {
 		t.Errorf("read %d bytes, %v", out.Len(), err)
 	}
 	h.complete(ref)

@@ -31,7 +31,7 @@ func (n *Node) Pull(ctx context.Context, req api.PullRequest, emit func(api.Even
 		defer leave()
 		return n.containers.Pull(ctx, req, emit, leave)
 	}
-	p, err := n.pulls.Start(ctx, req, "", false)
+	p, err := n.pulls.Start(ctx, req, pull.How{})
 	if err != nil {
 		return err
 	}
@@ -73,16 +73,18 @@ func (n *Node) PullReport(_ context.Context, name string) (*api.PullReport, erro
 func (n *Node) Images(context.Context) ([]api.Image, error) {
 	list := make([]api.Image, 0)
 	for _, img := range n.images.List() {
-		r := n.store.Get(img.ChainID)
+		r := n.store.Get(img.Rootfs)
 		v := api.Image{
 			Ref:     img.Ref,
 			Digest:  img.Digest.String(),
 			ChainID: img.ChainID.String(),
+			Rootfs:  img.Rootfs.Encoded(),
 			State:   stateOf(r),
 			Why:     img.Why,
 			Created: img.Created,
 		}
 		if r != nil {
+			v.Proof = string(r.Proof())
 			v.Files, v.ContentTotal, v.ContentHere = r.Inodes(), r.ContentBytes(), r.Here()
 			if err := r.Broken(); err != nil {
 				v.Why = err.Error()
@@ -209,7 +211,7 @@ func (n *Node) lookup(name string) (r *store.Rootfs, release func(), err error) 
 	if img == nil {
 		return nil, nil, api.Errorf(api.CodeNotFound, "no image %s here: `foil images` lists them", name)
 	}
-	r, done := n.store.Use(img.ChainID)
+	r, done := n.store.Use(img.Rootfs)
 	if r == nil {
 		return nil, nil, api.Errorf(api.CodeCorrupt, "image %s: its rootfs is gone: pull it again", name)
 	}
@@ -259,7 +261,7 @@ func (n *Node) RemoveImage(ctx context.Context, name string) error {
 	}
 	n.store.Collect()
 	if running != nil && img != nil {
-		n.pulls.GoOn(n.images.Of(img.ChainID), true) // whose rootfs the stopped pull was filling
+		n.pulls.GoOn(n.images.Of(img.Rootfs), true) // whose rootfs the stopped pull was filling
 	}
 	return nil
 }
@@ -267,15 +269,15 @@ func (n *Node) RemoveImage(ctx context.Context, name string) error {
 // removable returns an error when an image is the last one that names a rootfs which
 // is used.
 func (n *Node) removable(img *images.Image) error {
-	for _, other := range n.images.Of(img.ChainID) {
+	for _, other := range n.images.Of(img.Rootfs) {
 		if other.Ref != img.Ref && !n.pulls.Blocked(other.Ref) {
 			return nil
 		}
 	}
-	if n.Held(img.ChainID) {
+	if n.Held(img.Rootfs) {
 		return api.Errorf(api.CodeConflict, "image %s is used by containerd: remove it there", img.Ref)
 	}
-	if on := n.ContainersOn(img.ChainID); len(on) > 0 {
+	if on := n.ContainersOn(img.Rootfs); len(on) > 0 {
 		return api.Errorf(api.CodeConflict, "image %s is used by container %s: remove it first, with `foil rm %s`", img.Ref, on[0], on[0])
 	}
 	return nil

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/bundletest"
 )
 
 // fileSize is so large that a read of the last shared file does not wait for those before it: it is promoted.
@@ -38,22 +39,22 @@ func newSharing(t *testing.T, frames int, stall time.Duration) *sharing {
 		return newFakeImage(t, f)
 	}
 	v.a, v.b = with(100), with(200)
-	v.refA, v.refB = v.s.serve("a:1", v.a), v.s.serve("b:1", v.b)
-	v.s.setLimit(0)
+	v.refA, v.refB = v.s.Serve("a:1", v.a), v.s.Serve("b:1", v.b)
+	v.s.SetLimit(0)
 	v.host = newHost(t)
 	v.restartWith(stall)
 	go func() { v.doneA <- v.until(v.refA) }()
-	v.s.change("a", func(st *fakeStream) { st.limited, st.limit = true, 0 })
+	v.s.Change("a", func(st *bundletest.Stream) { st.Limited, st.Limit = true, 0 })
 	eventually(t, "the first image is mounted", func() error {
 		if img := v.image(v.refA); img.Ref == "" {
 			return fmt.Errorf("it is not")
 		}
 		return nil
 	})
-	v.s.setLimit(-1)
+	v.s.SetLimit(-1)
 	go func() { v.doneB <- v.until(v.refB) }()
 	v.chosen("b")
-	v.s.change("a", func(st *fakeStream) { st.limit = frames })
+	v.s.Change("a", func(st *bundletest.Stream) { st.Limit = frames })
 	return v
 }
 
@@ -75,10 +76,8 @@ func (v *sharing) until(ref string) error {
 func (v *sharing) chosen(repository string) {
 	v.t.Helper()
 	eventually(v.t, "the worker has chosen", func() error {
-		v.s.mu.Lock()
-		defer v.s.mu.Unlock()
-		if st := v.s.last(repository); st == nil || !st.chosen || len(v.s.requests) < 2 {
-			return fmt.Errorf("%+v", st)
+		if n := len(v.s.Requests()); n < 2 || !v.s.Chosen(repository) {
+			return fmt.Errorf("%d requests", n)
 		}
 		return nil
 	})
@@ -96,7 +95,7 @@ func TestPullsShare(t *testing.T) {
 	v := newSharing(t, -1, 0)
 	v.ended(v.doneA, "the first pull")
 	v.ended(v.doneB, "the second pull")
-	if n := v.s.sent(); n != 40 {
+	if n := v.s.Sent(); n != 40 {
 		t.Errorf("%d frames were sent, the images have 40 between them", n)
 	}
 	v.same(v.a)
@@ -110,8 +109,8 @@ func TestPullsShareReads(t *testing.T) {
 	v := newSharing(t, 0, 0)
 	// The second pull has brought what is its own, and waits for the rest.
 	own, shared := int64(0), ""
-	for name, b := range v.b.files {
-		if _, both := v.a.files[name]; both {
+	for name, b := range v.b.Files {
+		if _, both := v.a.Files[name]; both {
 			shared = max(shared, name)
 		} else {
 			own += int64(len(b))
@@ -119,13 +118,13 @@ func TestPullsShareReads(t *testing.T) {
 	}
 	v.here(v.refB, own)
 	end, out := cat(t, filepath.Join(v.dir(v.b), "mnt", shared))
-	if err := ends(t, "the read", end); err != nil || out.String() != v.b.files[shared] {
+	if err := ends(t, "the read", end); err != nil || out.String() != v.b.Files[shared] {
 		t.Errorf("read %s: %v, %d bytes", shared, err, out.Len())
 	}
-	v.s.change("a", func(st *fakeStream) { st.limit = -1 })
+	v.s.Change("a", func(st *bundletest.Stream) { st.Limit = -1 })
 	v.ended(v.doneA, "the first pull")
 	v.ended(v.doneB, "the second pull")
-	if n := v.s.sent(); n != 40 {
+	if n := v.s.Sent(); n != 40 {
 		t.Errorf("%d frames were sent, the images have 40 between them", n)
 	}
 	v.same(v.a)
@@ -140,7 +139,7 @@ func TestPullsShareNoMore(t *testing.T) {
 		after func(v *sharing) // when the second pull is complete
 	}{
 		"it fails": {
-			do: func(v *sharing) { v.s.change("a", func(st *fakeStream) { st.fail = true }) },
+			do: func(v *sharing) { v.s.Change("a", func(st *bundletest.Stream) { st.Fail = true }) },
 			after: func(v *sharing) {
 				if err := ends(v.t, "the first pull", v.doneA); err == nil {
 					v.t.Error("the first pull has not failed")
@@ -159,7 +158,7 @@ func TestPullsShareNoMore(t *testing.T) {
 			stall: 300 * time.Millisecond,
 			do:    func(*sharing) {},
 			after: func(v *sharing) {
-				v.s.change("a", func(st *fakeStream) { st.limit = -1 })
+				v.s.Change("a", func(st *bundletest.Stream) { st.Limit = -1 })
 				v.ended(v.doneA, "the first pull")
 				v.same(v.a)
 			},
@@ -167,7 +166,7 @@ func TestPullsShareNoMore(t *testing.T) {
 		"its arena is damaged": {
 			do: func(v *sharing) {
 				// The bytes change as soon as they are there.
-				a := v.n.store.Get(v.a.ChainID).Arena()
+				a := v.n.store.Get(v.key(v.a)).Arena()
 				stop, stopped := make(chan struct{}), make(chan struct{})
 				v.t.Cleanup(func() {
 					close(stop)
@@ -189,7 +188,7 @@ func TestPullsShareNoMore(t *testing.T) {
 						}
 					}
 				}()
-				v.s.change("a", func(st *fakeStream) { st.limit = -1 })
+				v.s.Change("a", func(st *bundletest.Stream) { st.Limit = -1 })
 			},
 			after: func(v *sharing) { v.logged("the bytes are not the segment's") },
 		},

@@ -11,6 +11,7 @@ import (
 	"testing"
 
 	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/pull"
 )
 
 // before rewrites the state of a root, which no daemon uses, as the builds did that had
@@ -67,15 +68,15 @@ func TestUpgradeOfAnIncompleteImage(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			const arrived, last = 3, "f001-009"
 			s, m := newFakeServer(t), newFakeImage(t, some(1, 10, 5000))
-			ref := s.serve("app:1", m)
-			s.setLimit(arrived)
+			ref := s.Serve("app:1", m)
+			s.SetLimit(arrived)
 			h := newHost(t)
-			if _, err := h.n.pulls.Start(t.Context(), api.PullRequest{Ref: ref, Entrypoint: []string{"/f"}, Args: []string{"x"}}, "", false); err != nil {
+			if _, err := h.n.pulls.Start(t.Context(), api.PullRequest{Ref: ref, Entrypoint: []string{"/f"}, Args: []string{"x"}}, pull.How{}); err != nil {
 				t.Fatal(err)
 			}
 			h.mustPull(ref, api.Mounted)
 			here := int64(0)
-			for _, seg := range m.toc.Segments[:arrived] {
+			for _, seg := range m.Tree.Segments[:arrived] {
 				here += int64(seg.Length)
 			}
 			h.here(ref, here)
@@ -89,20 +90,18 @@ func TestUpgradeOfAnIncompleteImage(t *testing.T) {
 				h.stop()
 				h.before(m)
 			}
-			before := s.requestCount()
+			before := len(s.Requests())
 			h.start()
 			if reboot {
 				end, out = cat(t, filepath.Join(h.dir(m), "mnt", last))
 			}
-			s.setLimit(-1)
-			if err := ends(t, "the read", end); err != nil || out.String() != m.files[last] {
+			s.SetLimit(-1)
+			if err := ends(t, "the read", end); err != nil || out.String() != m.Files[last] {
 				t.Errorf("read %d bytes, %v", out.Len(), err)
 			}
 			h.complete(ref)
 			h.same(m)
-			s.mu.Lock()
-			defer s.mu.Unlock()
-			if have := s.requests[before].Have; len(have) != 1 || len(have[0].Present) == 0 || have[0].Present[0]&(1<<arrived-1) != 1<<arrived-1 {
+			if have := s.Requests()[before].Have; len(have) != 1 || len(have[0].Present) == 0 || have[0].Present[0]&(1<<arrived-1) != 1<<arrived-1 {
 				t.Errorf("the new daemon says that it has %+v, want the first %d segments", have, arrived)
 			}
 			if strings.Contains(h.log.String(), "what is missing is pulled again") {

@@ -14,8 +14,8 @@ import (
 func TestReadsThatWaitAreTold(t *testing.T) {
 	s := newFakeServer(t)
 	m := newFakeImage(t, some(1, 10, 5000))
-	ref := s.serve("app:1", m)
-	s.setLimit(2)
+	ref := s.Serve("app:1", m)
+	s.SetLimit(2)
 	h := newHost(t)
 	begun := time.Now()
 	h.mustPull(ref, api.Mounted)
@@ -54,8 +54,8 @@ func TestReadsThatWaitAreTold(t *testing.T) {
 	if r := report(); r.Began.Before(begun) || r.Began.After(asked) || r.Ref != ref || r.Event.Event != api.Mounted {
 		t.Errorf("the pull: %+v", r)
 	}
-	s.setLimit(-1)
-	if err := ends(t, "the read", end); err != nil || out.String() != m.files[name] {
+	s.SetLimit(-1)
+	if err := ends(t, "the read", end); err != nil || out.String() != m.Files[name] {
 		t.Errorf("the read: %d bytes, %v", out.Len(), err)
 	}
 	h.complete(ref)

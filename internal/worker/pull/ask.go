@@ -64,11 +64,30 @@ func (s *Puller) TOC(ctx context.Context, req api.PullRequest, want digest.Diges
 	if err != nil {
 		return nil, err
 	}
+	encoded, err := s.header(ctx, r, req)
+	switch {
+	case err != nil:
+		return nil, AsError(fmt.Errorf("table of contents of %s: %w", r, err))
+	case digest.FromBytes(encoded) != want:
+		return nil, api.Errorf(api.CodeConflict, "%s has changed on its server just now: try again", r)
+	}
+	return encoded, nil
+}
+
+// mayPull asks the registry of an image, with the credential of a request and no other, whether it may be pulled.
+func (s *Puller) mayPull(ctx context.Context, r Ref, req api.PullRequest) error {
+	if _, err := s.header(ctx, r, req); err != nil {
+		return AsError(fmt.Errorf("the image is being pulled with other credentials, and these are not accepted: %w", err))
+	}
+	return nil
+}
+
+// header asks the server of an image for its header, and returns the encoded TOC.
+func (s *Puller) header(ctx context.Context, r Ref, req api.PullRequest) (encoded []byte, err error) {
 	platform, err := parsePlatform(req.Platform)
 	if err != nil {
 		return nil, err
 	}
-	var encoded []byte
 	err = s.Ask(ctx, req, "", func(c *remote.Client, query url.Values) error {
 		f := fetch.Start(ctx, fetch.Options{
 			Client: c,
@@ -91,11 +110,5 @@ func (s *Puller) TOC(ctx context.Context, req api.PullRequest, want digest.Diges
 		}
 		return nil
 	})
-	switch {
-	case err != nil:
-		return nil, AsError(fmt.Errorf("table of contents of %s: %w", r, err))
-	case digest.FromBytes(encoded) != want:
-		return nil, api.Errorf(api.CodeConflict, "%s has changed on its server just now: try again", r)
-	}
-	return encoded, nil
+	return encoded, err
 }

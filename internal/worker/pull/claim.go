@@ -92,6 +92,9 @@ func (s *Puller) Header(ctx context.Context, req api.PullRequest) (*Header, erro
 	}
 	req.Until = api.Mounted // containerd starts a container then
 	p := s.newPull(r, req)
+	// Who asks for a header has not been let in by the registry yet. Others'
+	// credentials are none of theirs.
+	p.shown = req.Credential
 	p.claim = &claim{headed: make(chan struct{}), taken: make(chan struct{})}
 	if !s.goes(p.run) {
 		return nil, ErrStopping
@@ -149,7 +152,13 @@ func (p *Pull) announce(img *bundle.Image) error {
 	name := p.ref.Host + "/" + p.ref.Repository + "@" + img.Manifest.Digest.String()
 	c.header = &Header{Name: name, Manifest: img.Manifest, Chosen: img.Chosen, Config: img.Config}
 	defer close(c.headed)
-	if p.s.isHere(name) || p.s.Running(name) {
+	if p.s.isHere(name) {
+		if here := p.s.images.Get(name); here != nil {
+			p.s.store.TellConflict(p.ref.Host, here.Rootfs, img)
+		}
+		return errUnclaimed
+	}
+	if p.s.Running(name) {
 		return errUnclaimed
 	}
 	// The image's name is the one by which containerd's snapshotter pulls.
@@ -166,7 +175,7 @@ func (s *Puller) isHere(name string) bool {
 	if img == nil {
 		return false
 	}
-	r := s.store.Get(img.ChainID)
+	r := s.store.Get(img.Rootfs)
 	return r != nil && r.Complete()
 }
 
@@ -201,11 +210,11 @@ func (s *Puller) withdraw(p *Pull) {
 	}
 }
 
-// claim returns the offered pull of an image, if there is one, which is now a pull
+// claim returns the offered pull of an image, if there is one that may be claimed by how, which is now a pull
 // like any other. Called with s.mu held.
-func (s *Puller) claim(name string) *Pull {
+func (s *Puller) claim(name string, how How) *Pull {
 	p := s.offered[name]
-	if p == nil {
+	if p == nil || !how.admits(p) {
 		return nil
 	}
 	delete(s.offered, name)
@@ -242,7 +251,7 @@ func (p *Pull) openUnclaimed(ctx context.Context, img *bundle.Image, t *toc.TOC)
 // whether the image is claimed. Without a rootfs that was made the channel is nil;
 // why, is found again by who claims the image.
 func (p *Pull) layOutUnclaimed(img *bundle.Image, t *toc.TOC) (*store.Rootfs, chan<- bool) {
-	if p.Claimed() || p.s.store.Get(img.ChainID) != nil {
+	if p.Claimed() || p.s.store.Find(p.ref.Host, p.named(), img.ChainID, img.TOCDigest) != nil {
 		return nil, nil
 	}
 	r, made, err := p.openRootfs(img, t)
@@ -251,6 +260,7 @@ func (p *Pull) layOutUnclaimed(img *bundle.Image, t *toc.TOC) (*store.Rootfs, ch
 		return nil, nil
 	}
 	p.note(img)
+	p.names(r)
 	p.start.LaidOut(r, t, made)
 	claimed := make(chan bool, 1)
 	p.work.Go(func() { p.mount(r, claimed) })

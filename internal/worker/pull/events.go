@@ -215,7 +215,7 @@ func (p *Pull) Report() *api.PullReport {
 	}
 	named := func(int64, int64) (string, int64) { return "", 0 }
 	// A rootfs that has gone, or whose files cannot be read, has no names.
-	if r := p.Rootfs(); r != nil && p.s.store.Get(r.ChainID()) == r {
+	if r := p.Rootfs(); r != nil && p.s.store.Get(r.Key()) == r {
 		if n, err := namer(r); err == nil {
 			named = n
 		} else {

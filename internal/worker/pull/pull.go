@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"os"
 	"runtime/debug"
 	"sync"
 	"time"
@@ -29,11 +28,12 @@ import (
 //
 // At any time one pull fills a rootfs. Another one that wants the same rootfs, by
 // another reference, waits for the end of the first, and goes on by itself if that
-// came to nothing.
+// came to nothing, or brings nothing for a while.
 type Pull struct {
 	s       *Puller
 	ref     Ref
 	req     api.PullRequest
+	shown   credentials.Credential // to the registry, in all attempts; what Hosts has when zero
 	begun   time.Time
 	resumed bool            // a new daemon has begun it, for an image that containers may be on
 	claim   *claim          // nil unless it was begun for its header
@@ -65,6 +65,8 @@ type Pull struct {
 	hadAll   bool  // the rootfs was complete when the header arrived
 	joined   []service
 	behind   *Pull // that fills the rootfs, while this one waits for it
+	overtook bool  // another pull that brought nothing; once
+	yielded  bool  // another pull fills the rootfs now, because this one brought nothing
 	events   log
 }
 
@@ -128,11 +130,8 @@ func (p *Pull) run() {
 	p.end(err)
 }
 
-// Errors that end the stream of a pull that needs none.
-var (
-	errShared = errors.New("another pull fills this rootfs")
-	errHere   = errors.New("this rootfs is here")
-)
+// errShared ends the stream of a pull that needs none.
+var errShared = errors.New("another pull fills this rootfs")
 
 // bring is one attempt: it asks one host after the other, until the rootfs is
 // complete.
@@ -140,17 +139,13 @@ func (p *Pull) bring() error {
 	s, ctx := p.s, p.ctx
 	defer p.nowAsked()
 	want := s.Want(p.ref, p.req)
-	if p.claim != nil {
-		// Who asks for a header has not been let in by the registry yet. Others'
-		// credentials are none of theirs.
-		want.Credential = p.req.Credential
-	}
+	want.Credential = p.shown // whatever others have shown meanwhile
 	ask, err := s.opts.Hosts.For(ctx, want)
 	if err != nil {
 		return api.Errorf(api.CodeInvalid, "pull %s: %w", p.ref, err)
 	}
 	reference := p.ref.Reference
-	have := s.store.Haves(&p.leases)
+	have := s.store.Haves(&p.leases, p.ref.Host, p.named())
 	for lacked := false; ; {
 		err := p.streamFrom(ask[0], len(ask) > 1, reference, have)
 		p.mu.Lock()
@@ -163,13 +158,11 @@ func (p *Pull) bring() error {
 			s.log.Info("this host does not have the image; asking the next one", "ref", p.ref.Name, "host", ask[0].Client.Base(), "error", err)
 			ask, reference = ask[1:], p.ref.Reference // what has been announced, if anything has
 			continue
-		case errors.Is(err, errHere):
-			return nil
-		case errors.Is(err, errShared):
+		case errors.Is(err, errShared), errors.Is(err, fetch.ErrStopped) && p.hasYielded():
 			if err := p.awaitOther(r); err != nil || r.Complete() {
 				return err
 			}
-			reference, have = img.Digest.String(), s.store.Haves(&p.leases)
+			reference, have = img.Digest.String(), s.store.Haves(&p.leases, p.ref.Host, p.named())
 			continue
 		case err != nil:
 			return err
@@ -284,6 +277,7 @@ func (p *Pull) open(ctx context.Context, img *bundle.Image, t *toc.TOC) (*arena.
 	if err != nil {
 		return nil, err
 	}
+	p.names(r)
 	if made != nil {
 		p.start.LaidOut(r, t, made)
 		p.work.Go(func() { p.mount(r, nil) })
@@ -310,15 +304,14 @@ func (p *Pull) openFound(ctx context.Context, r *store.Rootfs, img *bundle.Image
 		return nil, err
 	}
 	switch {
-	case complete && r.TOC() != img.TOCDigest:
-		// The server wrote its TOC anew. What is here was verified by the one
-		// that came with it, and the image's digest is the same.
-		return nil, errHere
 	case complete:
 		return nil, nil
 	case r.Filler() != store.Filler(p):
 		return nil, errShared
 	}
+	p.mu.Lock()
+	p.yielded = false
+	p.mu.Unlock()
 	a := r.Arena()
 	if a != nil {
 		p.work.Go(func() { p.copyShared(r) })
@@ -334,49 +327,10 @@ func (p *Pull) resolved(img *bundle.Image) {
 	}
 }
 
-// note begins the record of the image, once.
-func (p *Pull) note(img *bundle.Image) {
-	made := &images.Image{
-		Version:  images.Version,
-		Ref:      p.ref.Name,
-		Platform: p.req.Platform,
-		Plain:    p.req.PlainHTTP,
-		Digest:   img.Manifest.Digest,
-		Manifest: img.Manifest.Bytes,
-		Config:   img.Config.Bytes,
-		ChainID:  img.ChainID,
-		Created:  time.Now().UTC(),
-
-		Entrypoint: p.req.Entrypoint,
-		Args:       p.req.Args,
-		NoStartup:  p.req.NoStartup,
-	}
-	if old := p.s.images.Get(made.Ref); old != nil && old.Digest == made.Digest {
-		made.Created = old.Created
-	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if p.image != nil {
-		return
-	}
-	// That it is on the disk is waited for when everything else is ready.
-	var record records.Staged
-	var err error
-	staged := make(chan struct{})
-	p.image, p.record = made, func() (records.Staged, error) {
-		<-staged
-		return record, err
-	}
-	p.work.Go(func() {
-		defer close(staged)
-		record, err = p.s.images.Stage(made)
-	})
-}
-
 // openRootfs finds the rootfs of an image, or lays it out: then made is not nil.
 func (p *Pull) openRootfs(img *bundle.Image, t *toc.TOC) (r *store.Rootfs, made store.Placement, err error) {
 	r, made, err = p.s.store.Open(store.Wanted{
-		Image: img, TOC: t, By: p, Leases: &p.leases,
+		Registry: p.ref.Host, Named: p.named(), Image: img, TOC: t, By: p, Leases: &p.leases,
 		Observe: func(r *store.Rootfs) store.Observer { return p.start.Learn(p.s.ctx, r) },
 	})
 	if r != nil {
@@ -434,34 +388,6 @@ func (p *Pull) mount(r *store.Rootfs, claimed <-chan bool) {
 	}
 }
 
-// commit records the image: from now on its reference names this rootfs.
-func (p *Pull) commit() error {
-	p.mu.Lock()
-	img, record, done := p.image, p.record, p.recorded
-	p.mu.Unlock()
-	if done {
-		return nil
-	}
-	staged, err := record()
-	if err == nil {
-		err = p.s.images.Put(img, staged)
-	}
-	if err != nil {
-		return err
-	}
-	p.work.Go(func() {
-		if err := p.s.images.Sync(); err != nil {
-			p.s.log.Warn("make the record of an image durable", "ref", img.Ref, "error", err)
-		}
-	})
-	p.mu.Lock()
-	p.recorded = true
-	p.mu.Unlock()
-	p.s.metrics.mounted(time.Since(p.begun))
-	p.happened(api.Mounted, nil)
-	return nil
-}
-
 // copyShared takes from other arenas what they hold inside of other contents. Those
 // that the rootfs does not use may go then.
 func (p *Pull) copyShared(r *store.Rootfs) {
@@ -472,25 +398,7 @@ func (p *Pull) copyShared(r *store.Rootfs) {
 
 // encodedTOC reads the TOC of a rootfs that is here.
 func (p *Pull) encodedTOC(_ context.Context, img *bundle.Image) ([]byte, error) {
-	r := p.s.store.Get(img.ChainID)
-	if r == nil {
-		return nil, fmt.Errorf("read the TOC of rootfs %s: it is not here: %w", img.ChainID, os.ErrNotExist)
-	}
-	return r.EncodedTOC()
-}
-
-// awaitOther waits until no other pull fills r.
-func (p *Pull) awaitOther(r *store.Rootfs) error {
-	other, _ := r.Filler().(*Pull)
-	if other == nil || other == p {
-		return nil
-	}
-	p.waitBehind(other)
-	defer p.waitBehind(nil)
-	if err := other.Wait(p.ctx); err != nil {
-		return context.Cause(p.ctx)
-	}
-	return nil
+	return p.s.store.TOC(p.ref.Host, p.named(), img.ChainID, img.TOCDigest)
 }
 
 // finish makes a rootfs complete of which everything has arrived, and takes it from
@@ -560,7 +468,8 @@ func (p *Pull) end(err error) {
 	}
 	// What a registry was shown is of no more use.
 	p.mu.Lock()
-	p.req.Credential = credentials.Credential{}
+	shown := p.shown
+	p.shown, p.req.Credential = credentials.Credential{}, credentials.Credential{}
 	p.mu.Unlock()
 	if err == nil {
 		p.happened(api.Complete, nil)
@@ -568,7 +477,7 @@ func (p *Pull) end(err error) {
 	}
 	p.happened(api.Failed, err)
 	if lacks != nil && !stopped {
-		s.retryLater(lacks, brought, err)
+		s.retryLater(lacks, shown, brought, err)
 	}
 }
 
@@ -588,21 +497,8 @@ func (p *Pull) noteEnd(err error, stopped bool) (lacks *images.Image) {
 	s.images.SetWhy(img.Ref, AsError(err).Message)
 	// The pull may have ended before it came as far as to open the rootfs. Its
 	// readers would wait for nobody.
-	if r := s.store.Get(img.ChainID); r != nil && !stopped {
+	if r := s.store.Get(img.Rootfs); r != nil && !stopped {
 		r.Fail(err)
 	}
 	return img
-}
-
-// dropRecord removes the record of an image that was not committed.
-func (p *Pull) dropRecord() {
-	p.mu.Lock()
-	record, done := p.record, p.recorded
-	p.mu.Unlock()
-	if record == nil || done {
-		return
-	}
-	if staged, err := record(); err == nil {
-		staged.Drop()
-	}
 }

@@ -132,12 +132,31 @@ func (s *Puller) goes(fn func()) bool {
 	return !s.closing
 }
 
-// Start starts a pull unless one of the same reference runs, which it joins. A
-// digest asks for that manifest, whatever the reference's tag names by now; resumed
-// says that a new daemon goes on with it. One that has failed, and is about to say
+// How says how a pull is begun, besides its request.
+type How struct {
+	// Manifest, when set, asks for that, whatever the reference's tag names by now.
+	Manifest digest.Digest
+	// Resumed: a new daemon goes on with it.
+	Resumed bool
+	// Admitted: who asks was let in by the registry already, as containerd was, which has resolved the image.
+	Admitted bool
+
+	shown credentials.Credential // what a pull that is begun shows; set by Start
+}
+
+// admits reports whether who asks may join p at once: the registry decides about p's credential, and it is theirs.
+// Nobody joins a pull that is over: it does not know any more what it has shown.
+func (h How) admits(p *Pull) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return h.Admitted || p.events.phase != over && h.shown == p.shown
+}
+
+// Start starts a pull unless one of the same reference runs, which it joins, once the registry has accepted the
+// joiner's own credential. One that has failed, and is about to say
 // so, is waited for: what it failed of may be over, and who asks now has not been
 // waiting for it.
-func (s *Puller) Start(ctx context.Context, req api.PullRequest, manifest digest.Digest, resumed bool) (*Pull, error) {
+func (s *Puller) Start(ctx context.Context, req api.PullRequest, how How) (*Pull, error) {
 	r, err := ParseRef(req.Ref)
 	if err != nil {
 		return nil, err
@@ -150,16 +169,26 @@ func (s *Puller) Start(ctx context.Context, req api.PullRequest, manifest digest
 	default:
 		return nil, api.Errorf(api.CodeInvalid, "until %q: use mounted or complete", req.Until)
 	}
-	if manifest != "" {
-		r.Reference = manifest.String()
+	if how.Manifest != "" {
+		r.Reference = how.Manifest.String()
 	}
+	how.shown = s.Want(r, req).Credential
 	for {
-		p, failing, err := s.find(r, req, resumed)
+		p, begun, failing, err := s.find(r, req, how)
 		switch {
 		case err != nil:
 			return nil, err
-		case failing == nil:
+		case begun:
 			return p, nil
+		case failing == nil && how.admits(p):
+			p.join(req)
+			return p, nil
+		case failing == nil:
+			if err := s.mayPull(ctx, r, req); err != nil {
+				return nil, err
+			}
+			how.Admitted = true
+			continue // it may have ended meanwhile
 		}
 		if err := failing.Wait(ctx); err != nil {
 			return nil, err
@@ -168,35 +197,32 @@ func (s *Puller) Start(ctx context.Context, req api.PullRequest, manifest digest
 }
 
 // find returns the pull of a reference that runs, claims one that was begun for its
-// header, or begins one; or returns one that has failed and has not ended.
-func (s *Puller) find(r Ref, req api.PullRequest, resumed bool) (p, failing *Pull, err error) {
+// header, or begins one, which begun says; or returns one that has failed and has not ended.
+func (s *Puller) find(r Ref, req api.PullRequest, how How) (p *Pull, begun bool, failing *Pull, err error) {
 	s.mu.Lock()
 	if s.closing {
 		s.mu.Unlock()
-		return nil, nil, ErrStopping
+		return nil, false, nil, ErrStopping
 	}
 	if s.blocked[r.Name] {
 		s.mu.Unlock()
-		return nil, nil, api.Errorf(api.CodeConflict, "image %s is just being removed: try again in a moment", r)
+		return nil, false, nil, api.Errorf(api.CodeConflict, "image %s is just being removed: try again in a moment", r)
 	}
 	p = s.pulls[r.Name]
 	if p != nil && p.hasFailed() && !p.Ended() {
 		s.mu.Unlock()
-		return nil, p, nil
+		return nil, false, p, nil
 	}
 	if p == nil || p.Ended() {
-		if p = s.claim(r.Name); p == nil {
+		if p = s.claim(r.Name, how); p == nil {
 			p = s.newPull(r, req)
-			p.resumed = resumed
-			s.pulls[r.Name] = p
+			p.resumed, p.shown = how.Resumed, how.shown
+			s.pulls[r.Name], begun = p, true
 			s.work.Go(p.run)
-			s.mu.Unlock()
-			return p, nil, nil
 		}
 	}
 	s.mu.Unlock()
-	p.join(req)
-	return p, nil, nil
+	return p, begun, nil, nil
 }
 
 // Get returns the pull of a reference that runs, or its last one, or nil.

@@ -9,7 +9,9 @@ import (
 
 	"hydrofoil.dev/foil/internal/backoff"
 	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/credentials"
 	"hydrofoil.dev/foil/internal/worker/images"
+	"hydrofoil.dev/foil/internal/worker/origin"
 	"hydrofoil.dev/foil/internal/worker/remote"
 	"hydrofoil.dev/foil/internal/worker/store"
 )
@@ -108,8 +110,9 @@ func (s *Puller) makeRoom() {
 
 // retry is a pull that failed, and is to be begun again. Guarded by Puller.mu.
 type retry struct {
-	failures int         // since it brought something
-	wake     *store.Wake // of the pause that lasts; nil: none does
+	shown    credentials.Credential // by the pull that failed
+	failures int                    // since it brought something
+	wake     *store.Wake            // of the pause that lasts; nil: none does
 }
 
 func (t *retry) end() {
@@ -120,8 +123,8 @@ func (t *retry) end() {
 }
 
 // retryLater has the pull of an image that failed with err begun again after a pause.
-// brought says that it brought something.
-func (s *Puller) retryLater(img *images.Image, brought bool, err error) {
+// brought says that it brought something, shown what it was begun with: the next try shows the same.
+func (s *Puller) retryLater(img *images.Image, shown credentials.Credential, brought bool, err error) {
 	if s.lacks(img.Ref, img.Digest) == nil {
 		return
 	}
@@ -140,6 +143,7 @@ func (s *Puller) retryLater(img *images.Image, brought bool, err error) {
 		t.failures = 0
 	}
 	t.failures++
+	t.shown = shown
 	wake := store.NewWake(asked)
 	t.wake = wake
 	pause := max(backoff.Backoff{First: s.opts.FirstRetry, Most: lastRetry}.Pause(t.failures), asked)
@@ -155,7 +159,7 @@ func (s *Puller) retryLater(img *images.Image, brought bool, err error) {
 		s.retryNow(img.Ref, img.Digest, t)
 	})
 	s.mu.Unlock()
-	if r := s.store.Get(img.ChainID); r != nil {
+	if r := s.store.Get(img.Rootfs); r != nil {
 		r.WakeBy(wake)
 	}
 	s.log.Info("the pull of an image is tried again later", "ref", img.Ref, "in", pause)
@@ -167,6 +171,7 @@ func (s *Puller) retryNow(ref string, manifest digest.Digest, t *retry) {
 	img := s.lacks(ref, manifest)
 	s.mu.Lock()
 	t.end()
+	shown := t.shown
 	mine := s.retries[ref] == t // else the image was removed
 	if mine && img == nil {
 		delete(s.retries, ref)
@@ -175,15 +180,15 @@ func (s *Puller) retryNow(ref string, manifest digest.Digest, t *retry) {
 	if !mine || img == nil {
 		return
 	}
-	if r := s.store.Get(img.ChainID); r != nil {
+	if r := s.store.Get(img.Rootfs); r != nil {
 		r.Resume()
 	}
-	if p := s.GoOn([]*images.Image{img}, false); p != nil {
+	if p := s.goOn(img, false, shown); p != nil {
 		_ = p.Wait(s.ctx)
 	}
 	// Most often the pull has seen to that. But it may have been of another image,
 	// to which the tag has moved, or may not have begun.
-	s.failUnpulled(img.ChainID)
+	s.failUnpulled(img.Rootfs)
 }
 
 // endRetry forgets that the pull of an image had failed.
@@ -212,7 +217,7 @@ func (s *Puller) TryNow(ref string, least time.Duration) {
 	if wake == nil || !wake.Fire(least) {
 		return
 	}
-	if r := s.store.Get(img.ChainID); r != nil {
+	if r := s.store.Get(img.Rootfs); r != nil {
 		r.Resume()
 	}
 }
@@ -224,7 +229,7 @@ func (s *Puller) lacks(ref string, manifest digest.Digest) *images.Image {
 	if img == nil || img.Digest != manifest {
 		return nil
 	}
-	if r := s.store.Get(img.ChainID); r != nil && (r.Complete() || r.Broken() != nil || r.Filler() != nil) {
+	if r := s.store.Get(img.Rootfs); r != nil && (r.Complete() || r.Broken() != nil || r.Filler() != nil) {
 		return nil
 	}
 	return img
@@ -234,12 +239,12 @@ func (s *Puller) lacks(ref string, manifest digest.Digest) *images.Image {
 var errNobody = errors.New("nothing brings what it lacks: pull the image again")
 
 // failUnpulled has reads of what a rootfs lacks fail unless somebody brings it.
-func (s *Puller) failUnpulled(chain digest.Digest) {
-	r := s.store.Get(chain)
+func (s *Puller) failUnpulled(key origin.Key) {
+	r := s.store.Get(key)
 	if r == nil || s.ctx.Err() != nil {
 		return
 	}
-	for _, img := range s.images.Of(chain) {
+	for _, img := range s.images.Of(key) {
 		if s.Running(img.Ref) {
 			return
 		}
@@ -248,19 +253,24 @@ func (s *Puller) failUnpulled(chain digest.Digest) {
 }
 
 // GoOn starts the pulls of images that are not complete, by digest: a tag may
-// have moved. resumed is as for Start. It returns the last pull, nil if that could
-// not be started.
-func (s *Puller) GoOn(list []*images.Image, resumed bool) (p *Pull) {
+// have moved. resumed is as for Start.
+func (s *Puller) GoOn(list []*images.Image, resumed bool) {
 	for _, img := range list {
-		s.log.Info("going on with the pull of an image", "ref", img.Ref, "digest", img.Digest)
-		req := api.PullRequest{
-			Ref: img.Ref, Platform: img.Platform, PlainHTTP: img.Plain,
-			Entrypoint: img.Entrypoint, Args: img.Args, NoStartup: img.NoStartup,
-		}
-		var err error
-		if p, err = s.Start(s.ctx, req, img.Digest, resumed); err != nil {
-			s.log.Warn("go on with the pull of an image", "ref", img.Ref, "error", err)
-		}
+		s.goOn(img, resumed, credentials.Credential{})
+	}
+}
+
+// goOn is GoOn for one, which shows what it did before; nothing: what there is now. It returns the pull, nil if
+// that could not be started.
+func (s *Puller) goOn(img *images.Image, resumed bool, shown credentials.Credential) *Pull {
+	s.log.Info("going on with the pull of an image", "ref", img.Ref, "digest", img.Digest)
+	p, err := s.Start(s.ctx, api.PullRequest{
+		Ref: img.Ref, Platform: img.Platform, PlainHTTP: img.Plain, Credential: shown,
+		Entrypoint: img.Entrypoint, Args: img.Args, NoStartup: img.NoStartup,
+	}, How{Manifest: img.Digest, Resumed: resumed, Admitted: true})
+	if err != nil {
+		s.log.Warn("go on with the pull of an image", "ref", img.Ref, "error", err)
+		return nil
 	}
 	return p
 }

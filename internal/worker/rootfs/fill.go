@@ -51,6 +51,17 @@ func (r *Rootfs) Claim(f Filler) bool {
 	return r.fill.by == f
 }
 
+// HandOver makes to the one that fills r instead of from. It reports whether from did.
+func (r *Rootfs) HandOver(from, to Filler) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.fill.by != from {
+		return false
+	}
+	r.fill.by, r.fill.source = to, nil
+	return true
+}
+
 // Unclaim ends that f fills r.
 func (r *Rootfs) Unclaim(f Filler) {
 	r.mu.Lock()

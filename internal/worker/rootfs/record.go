@@ -17,6 +17,7 @@ import (
 	"hydrofoil.dev/foil/internal/format/toc"
 	"hydrofoil.dev/foil/internal/worker/arena"
 	"hydrofoil.dev/foil/internal/worker/contents"
+	"hydrofoil.dev/foil/internal/worker/origin"
 	"hydrofoil.dev/foil/internal/worker/records"
 )
 
@@ -31,7 +32,10 @@ const (
 
 // Record is rootfs.json.
 type Record struct {
-	Version int           `json:"version"`
+	Version int `json:"version"`
+	// Origin is the registry for whose images it came; empty: not known, so that it is nobody's but the images'
+	// that name it.
+	Origin  string        `json:"origin,omitempty"`
 	ChainID digest.Digest `json:"chain_id"`
 	TOC     digest.Digest `json:"toc"` // of the file toc
 	// Arenas are the IDs of the rootfs whose arenas hold its contents, in the
@@ -45,10 +49,37 @@ type Record struct {
 	Contents int64     `json:"contents"` // bytes
 	Complete bool      `json:"complete"` // all of its own arena is here, and durable
 	Created  time.Time `json:"created"`
+	// Hashed: all contents of its own arena that are not one segment with the content's ID were hashed whole,
+	// here, and are their IDs. Only then may they be lent.
+	Hashed bool `json:"hashed,omitempty"`
+	// Proof says what is known of where its TOC came from.
+	Proof Proof `json:"proof,omitempty"`
+	// Unwalled: a version that knew no origins laid it out. It may have contents of any origin, and lends none.
+	Unwalled bool `json:"unwalled,omitempty"`
+	// Wrong says which content was hashed whole, and is not what its ID says; empty: none. Nothing is served from it.
+	Wrong string `json:"wrong,omitempty"`
 }
 
-// RecordVersion is that of records that are written now.
-const RecordVersion = 1
+// RecordVersion is that of records that are written now. Those of version 1 have no origin.
+const RecordVersion = 2
+
+// Proof is what is known of where the TOC of a rootfs came from.
+type Proof string
+
+const (
+	// Served, which "" is as well: a server said so, and nobody has compared it with the image's layers.
+	Served Proof = "served"
+	// Proven: all layers were hashed here, are those that the image's config names, and make this TOC.
+	Proven Proof = "proven"
+)
+
+// key is the one that a record's directory should have.
+func (rec *Record) key() origin.Key {
+	if rec.Unwalled {
+		return origin.Key(rec.ChainID)
+	}
+	return origin.KeyOf(rec.Origin, rec.ChainID, rec.TOC)
+}
 
 // Save replaces the record on the disk, by durable.Replace or records.Replace.
 func (r *Rootfs) Save(rec *Record, write func(path string, data []byte) error) error {
@@ -75,16 +106,19 @@ func (r *Rootfs) readRecord(name string) error {
 	if err := errors.Join(r.rec.ChainID.Validate(), r.rec.TOC.Validate()); err != nil {
 		return err
 	}
-	if r.rec.ChainID != ChainOf(r.dir) {
-		return fmt.Errorf("it is the record of %s", r.rec.ChainID)
+	if r.rec.Version == 1 {
+		r.rec.Origin, r.rec.Unwalled = "", true
+	}
+	if key := r.rec.key(); key != r.Key() {
+		return fmt.Errorf("it is the record of rootfs %s, by chain ID %s", key, r.rec.ChainID)
 	}
 	return nil
 }
 
-// ChainOf is the chain ID in the name of a directory.
-func ChainOf(dir string) digest.Digest {
+// KeyOf is the key in the name of a directory.
+func KeyOf(dir string) origin.Key {
 	hex, _, _ := strings.Cut(filepath.Base(dir), ".")
-	return digest.NewDigestFromEncoded(digest.SHA256, hex)
+	return origin.KeyOfName(hex)
 }
 
 // Load reads a rootfs's record, and maps its contents file.

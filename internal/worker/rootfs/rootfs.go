@@ -3,8 +3,8 @@
 //
 // # What is on the disk
 //
-// A rootfs is a directory <root>/rootfs/<hex of its chain ID>, with a number after
-// a dot while another one has that name:
+// A rootfs is a directory <root>/rootfs/<hex of its key>, with a number after
+// a dot while another one has that name. Package origin says what a key is:
 //
 //	rootfs.json  its record; written last: a directory without one is a
 //	             leftover of a crash, and is removed
@@ -54,7 +54,7 @@ type Rootfs struct {
 	id   digest.Digest
 	mnt  *mounts.Mount
 
-	// rec is what is on the disk. Complete and Meta change, and are guarded by mu;
+	// rec is what is on the disk. Complete, Meta, Hashed, Proof and Wrong change, and are guarded by mu;
 	// the rest is written once, before the rootfs is known to anybody.
 	rec Record
 	// ready is closed when its first mount has been made, or has failed.
@@ -111,7 +111,7 @@ func New(opts Options, dir string) *Rootfs {
 	if _, _, again := strings.Cut(name, "."); again {
 		r.id = digest.FromString(name)
 	} else {
-		r.id = ChainOf(dir)
+		r.id = digest.Digest(KeyOf(dir))
 	}
 	return r
 }
@@ -130,8 +130,8 @@ func (r *Rootfs) become(state State) {
 }
 
 // ID names the rootfs's arena, for the gate, the keeper and other rootfs: its
-// chain ID, or the digest of its directory's name while there is a lender that
-// was a rootfs of the same chain ID.
+// key, or the digest of its directory's name while there is a lender that
+// was a rootfs of the same key.
 func (r *Rootfs) ID() digest.Digest { return r.id }
 
 // Name is what gate and keeper know the arena by.
@@ -378,77 +378,6 @@ func (r *Rootfs) Have() (h bundle.Have, ok bool) {
 	return h, true
 }
 
-// Contents is a rootfs's own arena, for those who have contents of it.
-type Contents struct {
-	List  *contents.List
-	Holds func(off, size int64) bool // whether that is here
-	Arena                            // reads it
-}
-
-// Contents returns nil when it is not known what the arena holds. What it returns may be used while
-// the rootfs is.
-func (r *Rootfs) Contents() *Contents {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if r.contents == nil {
-		return nil
-	}
-	src := &Contents{List: r.contents}
-	switch {
-	case r.rec.Complete || r.state == Lending:
-		src.Holds = func(int64, int64) bool { return true }
-	case r.arena != nil:
-		src.Holds = r.arena.Present
-	default:
-		src.Holds = func(int64, int64) bool { return false }
-	}
-	// One behind the gate is read through the descriptor that the gate leaves
-	// alone; a complete one as any file is.
-	switch {
-	case r.arena != nil:
-		src.file = r.arena.File()
-	case r.retired != nil:
-		src.file = r.retired.File()
-	default:
-		src.path = r.Path("arena")
-	}
-	return src
-}
-
-// Arena opens the file of an arena at the first read.
-type Arena struct {
-	path string   // empty: file is the arena's own
-	file *os.File // nil until it is open
-}
-
-// File is the arena's, for reading.
-func (a *Arena) File() (f *os.File, err error) {
-	if a.file == nil {
-		if f, err = os.Open(a.path); err != nil {
-			return nil, err
-		}
-		a.file = f
-	}
-	return a.file, nil
-}
-
-// ReadAt implements io.ReaderAt.
-func (a *Arena) ReadAt(b []byte, off int64) (int, error) {
-	f, err := a.File()
-	if err != nil {
-		return 0, err
-	}
-	return f.ReadAt(b, off)
-}
-
-// Close closes what was opened.
-func (a *Arena) Close() error {
-	if a.file == nil || a.path == "" {
-		return nil
-	}
-	return a.file.Close()
-}
-
 // Record returns what is on the disk of it, or will be.
 func (r *Rootfs) Record() Record {
 	r.mu.Lock()
@@ -544,8 +473,8 @@ func (r *Rootfs) Found(mounted bool) {
 func (r *Rootfs) Unreadable(why error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if chain := ChainOf(r.dir); r.rec.ChainID != chain {
-		r.rec = Record{ChainID: chain}
+	if r.rec.key() != r.Key() {
+		r.rec = Record{ChainID: digest.Digest(r.Key())} // the only name that is known
 	}
 	r.become(Broken)
 	r.why = why
@@ -558,12 +487,12 @@ func (r *Rootfs) Unlisted(why error) {
 	r.why = why
 }
 
-// Completed notes that all of it is here, and durable. The page cache of its arena is
-// kept until then.
-func (r *Rootfs) Completed(warm time.Time) {
+// Completed notes that all of it is here, and durable, and whether its contents were hashed whole. The page
+// cache of its arena is kept until then.
+func (r *Rootfs) Completed(hashed bool, warm time.Time) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.rec.Complete, r.warm = true, warm
+	r.rec.Complete, r.rec.Hashed, r.warm = true, hashed, warm
 	if r.state == Filling {
 		r.become(Complete)
 	}
@@ -587,12 +516,12 @@ func (r *Rootfs) Retire() {
 }
 
 // Lends returns how many contents may be used in place in its arena; -1: none may,
-// since it is not known what is here, or a new daemon would not find it again.
+// since it is not known what is here, or whose, or a new daemon would not find it again.
 func (r *Rootfs) Lends() int {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	switch {
-	case r.contents == nil || r.why != nil,
+	case r.contents == nil || r.why != nil || r.rec.Unwalled || r.rec.Origin == "",
 		r.state == Lending && !r.lending.exact,
 		r.state != Lending && !r.recorded:
 		return -1

@@ -22,6 +22,7 @@ import (
 	"hydrofoil.dev/foil/internal/worker/containerd"
 	"hydrofoil.dev/foil/internal/worker/mirror"
 	"hydrofoil.dev/foil/internal/worker/node"
+	"hydrofoil.dev/foil/internal/worker/origin"
 )
 
 // Options are settings of foil node, as its flags have them.
@@ -30,6 +31,8 @@ type Options struct {
 	Mirror    string // --mirror-listen
 	Metrics   string // --metrics-listen
 	DiskLimit string // --disk-limit
+	// Groups are those of --origin-group; Registries those of the images on the worker, nil when no daemon answers.
+	Groups, Registries []string
 	// Unit is what `systemctl show foil-node` prints; empty where there is no systemd.
 	Unit string
 	// Running is the version of the daemon that answers, empty when none does, and
@@ -53,7 +56,7 @@ func Check(ctx context.Context, o Options) []finding {
 			list = append(list, checkListens(ctx, "metrics", network, at, "metrics-listen"))
 		}
 	}
-	list = append(list, checkLimit(o.DiskLimit))
+	list = append(list, checkLimit(o.DiskLimit), checkOrigins(o, named))
 	if o.Unit != "" {
 		list = append(list, checkUnit(o.Unit))
 	}
@@ -171,6 +174,33 @@ func checkLimit(limit string) finding {
 		return finding{Name: "disk limit", State: containerd.Wrong, Detail: err.Error(), Fix: "correct disk-limit: the daemon does not start with it"}
 	}
 	return finding{Name: "disk limit", State: containerd.OK, Detail: limit}
+}
+
+// checkOrigins says whether the daemon sees which image has whose layers. named are the hosts.toml that name the mirror.
+func checkOrigins(o Options, named []string) finding {
+	const name = "origins"
+	groups, err := origin.ParseGroups(o.Groups)
+	if err != nil {
+		return finding{Name: name, State: containerd.Wrong, Detail: err.Error(), Fix: "correct origin-group: the daemon does not start with it"}
+	}
+	unseen := o.Registries
+	if o.Mirror != "off" {
+		unseen = slices.DeleteFunc(slices.Clone(unseen), func(registry string) bool {
+			return slices.ContainsFunc(named, func(file string) bool {
+				dir := filepath.Base(filepath.Dir(file))
+				return dir == "_default" || registryOf(dir) == registry
+			})
+		})
+	}
+	if walls := groups.Walls(o.Registries); walls > 1 && len(unseen) > 0 {
+		return finding{Name: name, State: containerd.Note,
+			Detail: fmt.Sprintf("there are images of %d registries that do not trust each other, and containerd does not ask the mirror for those of %s: it may run one on the files of another that has the same layers, before these are proven", walls, strings.Join(unseen, ", ")),
+			Fix:    "set mirror-listen, and name the mirror in a hosts.toml of each registry, or of _default; or, if whoever runs one may choose what runs of the others, name them in origin-group"}
+	}
+	if len(o.Groups) > 0 {
+		return finding{Name: name, State: containerd.OK, Detail: "registries that trust each other: " + strings.Join(o.Groups, "; ")}
+	}
+	return finding{Name: name, State: containerd.OK, Detail: "each registry is a wall"}
 }
 
 // UnitProperties are what checkUnit reads.

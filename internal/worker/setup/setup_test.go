@@ -46,36 +46,51 @@ func TestCheck(t *testing.T) {
 		want   []string // name, state and part of what is found or to be done
 	}{
 		"nothing is set up": {func(o *Options) { o.DiskLimit, o.Unit = "", "LoadState=not-found\n" }, []string{
-			"disk limit note disk-limit = ", "systemd unit note is not installed"}},
+			"disk limit note disk-limit = ", "origins ok wall", "systemd unit note is not installed"}},
 		"good": {func(o *Options) {
 			o.Mirror, o.Metrics = here, here
 			o.HostsDirs = dirs(map[string]string{"registry.example": host("http://" + here), "other.example_5000_": host("https://else.example")})
-		}, []string{"hosts.toml ok 2 read", "mirror ok 1 hosts.toml name it", "metrics ok " + here, "disk limit ok 80%", "systemd unit ok /etc/"}},
+		}, []string{"hosts.toml ok 2 read", "mirror ok 1 hosts.toml name it", "metrics ok " + here, "disk limit ok 80%", "origins ok ", "systemd unit ok /etc/"}},
 		"nobody listens": {func(o *Options) { o.Mirror, o.Metrics = nobody, nobody }, []string{
-			"mirror wrong start the daemon", "metrics wrong start the daemon", "disk limit ok ", "systemd unit ok "}},
+			"mirror wrong start the daemon", "metrics wrong start the daemon", "disk limit ok ", "origins ok ", "systemd unit ok "}},
 		"nobody asks the mirror": {func(o *Options) {
 			o.Mirror = here
 			o.HostsDirs = dirs(map[string]string{"_default": host("https://else.example")})
-		}, []string{"hosts.toml ok 1 read", "mirror wrong containerd never asks", "disk limit ok ", "systemd unit ok "}},
+		}, []string{"hosts.toml ok 1 read", "mirror wrong containerd never asks", "disk limit ok ", "origins ok ", "systemd unit ok "}},
 		"asked by TLS": {func(o *Options) {
 			o.Mirror = here
 			o.HostsDirs = dirs(map[string]string{"_default": host("https://" + here)})
-		}, []string{"hosts.toml wrong speaks plain HTTP", "hosts.toml ok 1", "mirror ok ", "disk limit ok ", "systemd unit ok "}},
+		}, []string{"hosts.toml wrong speaks plain HTTP", "hosts.toml ok 1", "mirror ok ", "disk limit ok ", "origins ok ", "systemd unit ok "}},
 		"bad files": {func(o *Options) {
 			o.HostsDirs = dirs(map[string]string{
 				"a.example": "server = ",
 				"b.example": host("https://b.example") + "ca = \"/nowhere/ca.pem\"\n",
 				"c.example": host("https://c.example") + "client = [[\"/nowhere/cert.pem\", \"/nowhere/key.pem\"]]\n",
 			})
-		}, []string{"hosts.toml wrong a.example", "hosts.toml wrong /nowhere/ca.pem", "hosts.toml wrong /nowhere/cert.pem", "disk limit ok ", "systemd unit ok "}},
+		}, []string{"hosts.toml wrong a.example", "hosts.toml wrong /nowhere/ca.pem", "hosts.toml wrong /nowhere/cert.pem", "disk limit ok ", "origins ok ", "systemd unit ok "}},
 		"addresses": {func(o *Options) { o.Mirror, o.Metrics, o.DiskLimit = "0.0.0.0:598", "598", "much" }, []string{
-			"mirror wrong loopback", "metrics wrong HOST:PORT", "disk limit wrong is no limit", "systemd unit ok "}},
+			"mirror wrong loopback", "metrics wrong HOST:PORT", "disk limit wrong is no limit", "origins ok ", "systemd unit ok "}},
 		"an old unit": {func(o *Options) {
 			o.Unit = strings.NewReplacer("=process", "=control-group", "Max=16384", "Max=0").Replace(goodUnit)
-		}, []string{"disk limit ok ", "systemd unit wrong KillMode=control-group, not process"}},
+		}, []string{"disk limit ok ", "origins ok ", "systemd unit wrong KillMode=control-group, not process"}},
 		"a changed unit": {func(o *Options) { o.Unit = strings.Replace(goodUnit, "Reload=no", "Reload=yes", 1) }, []string{
-			"disk limit ok ", "systemd unit wrong daemon-reload"}},
-		"an old daemon": {func(o *Options) { o.Running = "0" }, []string{"disk limit ok ", "systemd unit ok ", "version note systemctl restart"}},
+			"disk limit ok ", "origins ok ", "systemd unit wrong daemon-reload"}},
+		"two registries, one mirror": {func(o *Options) {
+			o.Mirror = here
+			o.HostsDirs = dirs(map[string]string{"registry.example": host("http://" + here)})
+			o.Registries = []string{"other.example:5000", "registry.example"}
+		}, []string{"hosts.toml ok 1 read", "mirror ok ", "disk limit ok ", "origins note those of other.example:5000", "systemd unit ok "}},
+		"two registries, the mirror of all": {func(o *Options) {
+			o.Mirror = here
+			o.HostsDirs = dirs(map[string]string{"_default": host("http://" + here)})
+			o.Registries = []string{"other.example:5000", "registry.example"}
+		}, []string{"hosts.toml ok 1 read", "mirror ok ", "disk limit ok ", "origins ok wall", "systemd unit ok "}},
+		"two registries in a group": {func(o *Options) {
+			o.Registries, o.Groups = []string{"other.example:5000", "registry.example"}, []string{"registry.example other.example:5000"}
+		}, []string{"disk limit ok ", "origins ok trust each other", "systemd unit ok "}},
+		"a group of one": {func(o *Options) { o.Groups = []string{"registry.example"} }, []string{
+			"disk limit ok ", "origins wrong correct origin-group", "systemd unit ok "}},
+		"an old daemon": {func(o *Options) { o.Running = "0" }, []string{"disk limit ok ", "origins ok ", "systemd unit ok ", "version note systemctl restart"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			o := base

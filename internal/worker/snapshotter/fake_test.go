@@ -23,6 +23,7 @@ import (
 
 	"hydrofoil.dev/foil/internal/worker/api"
 	"hydrofoil.dev/foil/internal/worker/node"
+	"hydrofoil.dev/foil/internal/worker/origin"
 )
 
 // fakeNode has the images that a test gives it. Its rootfs are directories.
@@ -31,6 +32,7 @@ type fakeNode struct {
 	blobs   map[digest.Digest][]byte
 
 	here    map[string]bool
+	proven  map[origin.Key]bool
 	holds   map[digest.Digest]int
 	asked   []string // names of Hold
 	fetched int      // blobs
@@ -49,7 +51,10 @@ func (f *fakeNode) Hold(_ context.Context, name string) (*node.Held, error) {
 	return h, nil
 }
 
-func (f *fakeNode) Release(chain digest.Digest) {
+func (f *fakeNode) Proven(key origin.Key) bool { return f.proven[key] }
+
+func (f *fakeNode) Release(key origin.Key) {
+	chain := digest.Digest(key)
 	if f.holds[chain]--; f.holds[chain] == 0 {
 		delete(f.holds, chain)
 	}
@@ -66,7 +71,7 @@ func (f *fakeNode) RemoveImage(_ context.Context, name string) error {
 	return nil
 }
 
-func (f *fakeNode) RootfsUsage(digest.Digest) (size, inodes int64, err error) { return 12345, 6, nil }
+func (f *fakeNode) RootfsUsage(origin.Key) (size, inodes int64, err error) { return 12345, 6, nil }
 
 func (f *fakeNode) OpenBlob(_ context.Context, _ string, blob ocispec.Descriptor) (io.ReadCloser, error) {
 	f.fetched++
@@ -91,6 +96,7 @@ func newFake() *fakeNode {
 		offered: make(map[string]*node.Held),
 		blobs:   make(map[digest.Digest][]byte),
 		here:    make(map[string]bool),
+		proven:  make(map[origin.Key]bool),
 		holds:   make(map[digest.Digest]int),
 	}
 }
@@ -128,7 +134,7 @@ func (f *fakeNode) add(t *testing.T, files ...string) testImage {
 	img.layers, img.manifest = m.Layers, digest.FromBytes(manifest)
 	img.chains = identity.ChainIDs(append([]digest.Digest(nil), c.RootFS.DiffIDs...))
 	img.name = "registry.example/app@" + img.manifest.String()
-	img.held = &node.Held{Ref: img.name, Digest: img.manifest, Manifest: manifest, Config: config, ChainID: img.chains[len(img.chains)-1], Mount: mnt}
+	img.held = &node.Held{Ref: img.name, Digest: img.manifest, Manifest: manifest, Config: config, ChainID: img.chains[len(img.chains)-1], Rootfs: origin.Key(img.chains[len(img.chains)-1]), Mount: mnt}
 	f.offered[img.name] = img.held
 	return img
 }

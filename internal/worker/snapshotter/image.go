@@ -64,19 +64,29 @@ func (s *Snapshotter) skip(ctx context.Context, key, target, parent string, labe
 	if here != nil && here.expected {
 		here = nil // it is nobody's before its image is here
 	}
-	if here != nil && here.Role == roleRootfs {
+	name, unnamed := imageName(labels)
+	if here != nil {
+		err = s.foreign(here, name)
+	}
+	if err == nil && here != nil && here.Role == roleRootfs {
 		s.forget(here.Image) // the last layer: containerd asks for no more
 	}
 	s.mu.Unlock()
+	if err != nil {
+		return "", fmt.Errorf("the snapshot of layer %s: %w", target, err)
+	}
 	if here != nil {
 		return "", exists
 	}
 	if s.opts.Node == nil {
 		return s.plainly(parent == "", target, "off", "nothing pulls images as bundles"), nil
 	}
-	name, unnamed := imageName(labels)
 	if unnamed != "" {
 		return s.plainly(parent == "", labels[snapshotters.TargetRefLabel], "no_name", unnamed), nil
+	}
+	if other := s.besides(name); other != "" && !s.opts.Claims {
+		return s.plainly(true, name, "another_origin", fmt.Sprintf("%s came lazily from another registry, and without --mirror-listen it cannot be seen which image has whose layers: "+
+			"set that and name the mirror in hosts.toml, or name both registries in --origin-group of foil node", other)), nil
 	}
 	defer s.settled(ctx, name)
 	p, refused, err := s.pull(ctx, name)
@@ -93,12 +103,18 @@ func (s *Snapshotter) skip(ctx context.Context, key, target, parent string, labe
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	if err := s.claims(name, p.chains[len(p.chains)-1]); err != nil {
+		s.opts.Node.Release(held.Rootfs)
+		s.forget(name)
+		s.dropImage(ctx, name)
+		return "", fmt.Errorf("the snapshot of layer %s: %w", target, err)
+	}
 	rootfs := s.claim(ctx, name, parent, p, i, held)
 	if rootfs == nil {
 		rootfs, err = s.commitLazy(ctx, key, parent, name, p, i, held, labels)
 	}
 	if rootfs == nil { // it failed, or was there
-		s.opts.Node.Release(held.ChainID)
+		s.opts.Node.Release(held.Rootfs)
 	}
 	if i == len(p.chains)-1 {
 		s.forget(name)
@@ -194,7 +210,7 @@ func (s *Snapshotter) pull(ctx context.Context, name string) (_ *pulled, why str
 			err = p.check()
 		}
 		if err != nil {
-			s.opts.Node.Release(held.ChainID)
+			s.opts.Node.Release(held.Rootfs)
 		}
 	}
 	s.mu.Lock()
@@ -219,7 +235,7 @@ func (s *Snapshotter) pull(ctx context.Context, name string) (_ *pulled, why str
 		return nil, why, nil
 	}
 	if other := s.pulls[name]; other != nil || s.closed {
-		s.opts.Node.Release(p.held.ChainID)
+		s.opts.Node.Release(p.held.Rootfs)
 		if s.closed {
 			return nil, "", fmt.Errorf("the daemon is stopping: %w", errdefs.ErrUnavailable)
 		}
@@ -287,7 +303,7 @@ func (p *pulled) check() error {
 func (s *Snapshotter) forget(name string) {
 	if p := s.pulls[name]; p != nil {
 		p.timer.Stop()
-		s.opts.Node.Release(p.held.ChainID)
+		s.opts.Node.Release(p.held.Rootfs)
 		delete(s.pulls, name)
 	}
 }

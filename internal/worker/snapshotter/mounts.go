@@ -47,6 +47,11 @@ func (s *Snapshotter) ready(ctx context.Context, name string) error {
 	if err != nil || len(virtual) == 0 {
 		return err
 	}
+	for _, r := range virtual {
+		if err := s.onForeign(ctx, r.Image, r.Parent); err != nil {
+			return err
+		}
+	}
 	slices.Reverse(virtual)
 	return s.unpack(ctx, virtual)
 }
@@ -79,11 +84,11 @@ func (s *Snapshotter) holdAgain(ctx context.Context, r *record) error {
 		return fmt.Errorf("rootfs %s of image %s: %w", r.Chain, r.Image, errors.Join(err, errdefs.ErrUnavailable))
 	}
 	if held.ChainID != r.Chain {
-		s.opts.Node.Release(held.ChainID)
+		s.opts.Node.Release(held.Rootfs)
 		return fmt.Errorf("image %s has become rootfs %s, the snapshot is of %s: %w", r.Image, held.ChainID, r.Chain, errdefs.ErrUnavailable)
 	}
 	if r.held != nil || s.records[r.ID] != r || s.closed {
-		s.opts.Node.Release(held.ChainID)
+		s.opts.Node.Release(held.Rootfs)
 		return nil
 	}
 	r.held = held

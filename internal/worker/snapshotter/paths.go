@@ -13,11 +13,11 @@ import (
 // path itself; of plain it is the code of the node's error, or one of those here.
 func newPaths() *prometheus.CounterVec {
 	values := [][]string{{PathLazy, PathLazy}, {PathFull, PathFull}}
-	for _, why := range append([]string{"timeout", "no_name", "not_in_image", "off"}, api.Codes...) {
+	for _, why := range append([]string{"timeout", "no_name", "not_in_image", "another_origin", "off"}, api.Codes...) {
 		values = append(values, []string{PathPlain, why})
 	}
 	return metrics.Counters(prometheus.CounterOpts{Name: "foil_node_images_total",
-		Help: "Images that containerd asked for, by the path that they took: lazy, full (every byte was here before) or plain (containerd unpacks it). The reason of plain is the code of an error, timeout (no header in time), no_name (containerd did not say which image it is: see deploy/containerd), not_in_image (it has other layers than containerd says) or off."},
+		Help: "Images that containerd asked for, by the path that they took: lazy, full (every byte was here before) or plain (containerd unpacks it). The reason of plain is the code of an error, timeout (no header in time), no_name (containerd did not say which image it is: see deploy/containerd), not_in_image (it has other layers than containerd says), another_origin (without a mirror only one registry's images come lazily) or off."},
 		[]string{"path", "reason"}, values...)
 }
 

@@ -114,7 +114,7 @@ func (s *Snapshotter) recordOf(name string) *record {
 // letGo ends a record's hold. Called with mu held.
 func (s *Snapshotter) letGo(r *record) {
 	if r.held != nil {
-		s.opts.Node.Release(r.held.ChainID)
+		s.opts.Node.Release(r.held.Rootfs)
 		r.held = nil
 	}
 }

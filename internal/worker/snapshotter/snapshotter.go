@@ -62,12 +62,12 @@ import (
 	"github.com/containerd/containerd/v2/core/snapshots/storage"
 	"github.com/containerd/containerd/v2/plugins/snapshots/overlay"
 	"github.com/containerd/errdefs"
-	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"github.com/prometheus/client_golang/prometheus"
 
 	"hydrofoil.dev/foil/internal/kernel"
 	"hydrofoil.dev/foil/internal/worker/node"
+	"hydrofoil.dev/foil/internal/worker/origin"
 )
 
 // Node is what a Snapshotter needs of the daemon; *node.Node is one.
@@ -77,10 +77,12 @@ type Node interface {
 	// Hold brings an image here until its rootfs is mounted, and keeps it until
 	// Release is called as often.
 	Hold(ctx context.Context, name string) (*node.Held, error)
-	Release(chain digest.Digest)
+	Release(key origin.Key)
 	RemoveImage(ctx context.Context, name string) error
 	// RootfsUsage is what a rootfs takes on the disk, in bytes and files.
-	RootfsUsage(chain digest.Digest) (size, inodes int64, err error)
+	RootfsUsage(key origin.Key) (size, inodes int64, err error)
+	// Proven reports whether a rootfs is known to be the layers that its chain ID names.
+	Proven(key origin.Key) bool
 	// OpenBlob reads a blob of an image from its registry, not verified.
 	OpenBlob(ctx context.Context, name string, blob ocispec.Descriptor) (io.ReadCloser, error)
 }
@@ -97,7 +99,10 @@ type Options struct {
 	// before the image goes the plain way; 30 s when 0. A server may have to
 	// ingest the image first.
 	HeaderTimeout time.Duration
-	Logger        *slog.Logger
+	// Groups are registries that trust each other. Claims: Claim is asked of each image that containerd resolves.
+	Groups origin.Groups
+	Claims bool
+	Logger *slog.Logger
 	// Listening, when set, is called when Serve's socket takes connections.
 	Listening func()
 }
@@ -239,7 +244,7 @@ func (s *Snapshotter) Close() error {
 	}
 	for name, p := range s.pulls {
 		p.timer.Stop()
-		s.opts.Node.Release(p.held.ChainID)
+		s.opts.Node.Release(p.held.Rootfs)
 		delete(s.pulls, name)
 	}
 	for _, e := range s.expected {
@@ -315,7 +320,13 @@ func (s *Snapshotter) Usage(ctx context.Context, key string) (snapshots.Usage, e
 	switch {
 	case r == nil:
 	case r.Role == roleRootfs:
-		if u.Size, u.Inodes, err = s.opts.Node.RootfsUsage(r.Chain); err != nil {
+		s.mu.Lock()
+		held := r.held
+		s.mu.Unlock()
+		if held == nil {
+			return u, fmt.Errorf("usage of snapshot %s: its rootfs is not here: %w", key, errdefs.ErrUnavailable)
+		}
+		if u.Size, u.Inodes, err = s.opts.Node.RootfsUsage(held.Rootfs); err != nil {
 			return u, fmt.Errorf("usage of snapshot %s: %w", key, err)
 		}
 	default:
@@ -334,6 +345,10 @@ func (s *Snapshotter) Prepare(ctx context.Context, key, parent string, opts ...s
 	}
 	if target := info.Labels[snapshots.LabelSnapshotRef]; target != "" {
 		why, err := s.skip(ctx, key, target, parent, info.Labels)
+		if err == nil {
+			image, _ := imageName(info.Labels)
+			err = s.onForeign(ctx, image, parent)
+		}
 		if err != nil {
 			return nil, err
 		}

@@ -18,7 +18,7 @@ func (s *Store) Collect() (freed int64) {
 	// What is named later than this belongs to something that is named, or used, now.
 	named := s.opts.Names.Named()
 	for _, r := range s.List() {
-		if named[r.ChainID()] != "" || r.InUse() || !s.unmounted(r) {
+		if named[r.Key()] != "" || r.InUse() || !s.unmounted(r) {
 			continue
 		}
 		// A container that the daemon does not know, or a process that has just

@@ -13,6 +13,7 @@ import (
 
 	"hydrofoil.dev/foil/internal/kernel"
 	"hydrofoil.dev/foil/internal/worker/arena"
+	"hydrofoil.dev/foil/internal/worker/origin"
 )
 
 // Space is what images take of the filesystem, bytes.
@@ -112,8 +113,8 @@ func (s *Store) Fits(r *Rootfs) error {
 // and files. What is shared counts once: what it uses in the arena of another
 // rootfs there, and a lender's at the oldest of those that borrow from it. ok is
 // false when it is not here.
-func (s *Store) Usage(chain digest.Digest) (size, inodes int64, ok bool) {
-	r := s.Get(chain)
+func (s *Store) Usage(key origin.Key) (size, inodes int64, ok bool) {
+	r := s.Get(key)
 	if r == nil {
 		return 0, 0, false
 	}

@@ -6,6 +6,7 @@ import (
 
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/worker/arena"
+	"hydrofoil.dev/foil/internal/worker/contents"
 	"hydrofoil.dev/foil/internal/worker/locks"
 	"hydrofoil.dev/foil/internal/worker/rootfs"
 )
@@ -32,14 +33,14 @@ type piece struct {
 }
 
 // Expect finds which of r's absent segments the arena of from has a place for, and has leases
-// keep that. It returns nil when there are none.
+// keep that. It returns nil when there are none, and for rootfs of two origins.
 func (s *Store) Expect(r, from *Rootfs, absent []int, leases *Leases) *Expected {
 	a := r.Arena()
-	if a == nil || r == from || len(absent) == 0 {
+	if a == nil || r == from || len(absent) == 0 || !s.mayServe(from, r.Origin()) {
 		return nil
 	}
 	s.mu.Lock()
-	here := s.rootfs[from.ChainID()] == from
+	here := s.rootfs[from.Key()] == from
 	if here {
 		leases.Take(from)
 	}
@@ -57,7 +58,7 @@ func (s *Store) Expect(r, from *Rootfs, absent []int, leases *Leases) *Expected 
 	l := a.Layout()
 	want, id := sorted32(l, absent)
 	e := &Expected{to: a, from: from, filled: from.Arena(), src: src}
-	src.List.Join(want, id, func(i int32, off int64, _ bool) {
+	src.List.Join(want, id, func(i int32, off int64, _ contents.Kind) {
 		if n := len(e.left); n == 0 || e.left[n-1].segment != int(i) { // one place is enough
 			e.left = append(e.left, piece{int(i), off})
 		}

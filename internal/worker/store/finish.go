@@ -9,6 +9,7 @@ import (
 	"hydrofoil.dev/foil/internal/durable"
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/contents"
 	"hydrofoil.dev/foil/internal/worker/mounts"
 	"hydrofoil.dev/foil/internal/worker/rootfs"
 )
@@ -32,13 +33,17 @@ func (s *Store) Finish(ctx context.Context, r *Rootfs) error {
 		return what(err)
 	}
 	s.opts.At("synced")
+	hashed, err := s.hash(ctx, r)
+	if err != nil {
+		return what(err)
+	}
 	rec := r.Record()
-	rec.Complete = true
+	rec.Complete, rec.Hashed = true, hashed
 	if err := r.Save(&rec, durable.Replace); err != nil {
 		return what(err)
 	}
 	s.opts.At("recorded")
-	r.Completed(time.Now().Add(s.opts.KeepWarm))
+	r.Completed(hashed, time.Now().Add(s.opts.KeepWarm))
 	s.keepWarm()
 	return nil
 }
@@ -92,7 +97,7 @@ func syncFiles(r *Rootfs) error {
 func (s *Store) LeaveGate(r *Rootfs) {
 	s.layout.Lock()
 	defer s.layout.Unlock()
-	if s.Get(r.ChainID()) != r {
+	if s.Get(r.Key()) != r {
 		return // it was removed
 	}
 	if err := s.leaveGate(r); err != nil {
@@ -149,8 +154,8 @@ func lent(have *Files, i int, src *rootfs.Contents) (absent int) {
 	id := func(c int32) *segment.ID { return &t.Contents[c].ID }
 	segment.Sort(here, id)
 	absent = len(here)
-	src.List.Join(here, id, func(c int32, off int64, piece bool) {
-		if !piece && src.Holds(off, t.Contents[c].Size) {
+	src.List.Join(here, id, func(c int32, off int64, kind contents.Kind) {
+		if kind != contents.Piece && src.Holds(off, t.Contents[c].Size) {
 			absent--
 		}
 	})

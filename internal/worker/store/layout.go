@@ -18,6 +18,7 @@ import (
 	"hydrofoil.dev/foil/internal/worker/api"
 	"hydrofoil.dev/foil/internal/worker/arena"
 	"hydrofoil.dev/foil/internal/worker/contents"
+	"hydrofoil.dev/foil/internal/worker/origin"
 	"hydrofoil.dev/foil/internal/worker/rootfs"
 )
 
@@ -27,8 +28,11 @@ const maxArenas = 1000
 
 // Wanted is a rootfs that a pull wants.
 type Wanted struct {
-	Image *bundle.Image
-	TOC   *toc.TOC // nil when the server left it out
+	// Registry is the origin of the image; Named the rootfs that its reference names by now, if any.
+	Registry string
+	Named    origin.Key
+	Image    *bundle.Image
+	TOC      *toc.TOC // nil when the server left it out
 	// By fills the rootfs, unless another one does.
 	By Filler
 	// Leases keep the rootfs, and those that lend to it.
@@ -40,23 +44,25 @@ type Wanted struct {
 
 // Open finds the rootfs of an image, or lays it out: then made is not nil, and
 // says where its contents are; frames can be written to its arena, and
-// MountFirst does the rest.
+// MountFirst does the rest. It finds what came for the image's origin by the same TOC, and nothing else: another
+// TOC of the same chain ID is told, and has a rootfs of its own.
 //
-// Errors: api.CodeConflict when what is here of it came by another TOC,
-// api.CodeCorrupt when it is broken and in use, a *Shortage.
+// Errors: api.CodeCorrupt when what is here is broken and in use, a *Shortage.
 func (s *Store) Open(w Wanted) (r *Rootfs, made Placement, err error) {
 	s.layout.Lock()
 	defer s.layout.Unlock()
-	chain := w.Image.ChainID
-	if err := s.clearBroken(chain); err != nil {
-		return nil, nil, err
+	if r := s.find(w); r != nil {
+		if err := s.clearBroken(r); err != nil {
+			return nil, nil, err
+		}
 	}
 	if r, err = s.found(w); r != nil || err != nil {
 		return r, nil, err
 	}
 	if w.TOC == nil {
-		return nil, nil, fmt.Errorf("the server sent no TOC of rootfs %s, which is not here", chain)
+		return nil, nil, fmt.Errorf("the server sent no TOC of rootfs %s, which is not here", w.Image.ChainID)
 	}
+	s.TellConflict(w.Registry, w.Named, w.Image)
 	if r, made, err = s.layOut(w); err != nil {
 		return nil, nil, err
 	}
@@ -66,27 +72,38 @@ func (s *Store) Open(w Wanted) (r *Rootfs, made Placement, err error) {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.rootfs[chain] = r
+	s.rootfs[r.Key()] = r
 	w.Leases.Take(r)
 	return r, made, nil
+}
+
+func (s *Store) find(w Wanted) *Rootfs {
+	return s.Find(w.Registry, w.Named, w.Image.ChainID, w.Image.TOCDigest)
+}
+
+// TellConflict tells of an image whose TOC is not the one by which the chain ID is known in the same origin. Both cannot be
+// what the image's layers make, unless the server has changed its format. named is the rootfs that the image's
+// reference names by now, if any.
+func (s *Store) TellConflict(registry string, named origin.Key, img *bundle.Image) {
+	for _, r := range s.List() {
+		if r.ChainID() == img.ChainID && r.TOC() != img.TOCDigest && (s.mayServe(r, registry) || r.Key() == named) {
+			s.log.Warn("conflict: the server describes a rootfs by another TOC than before; each image keeps the one that it was pulled by", "registry", registry,
+				"chain", img.ChainID, "toc", img.TOCDigest, "before", r.TOC(), "image", s.opts.Names.Image(r.Key()))
+			s.opts.Conflict()
+			return
+		}
+	}
 }
 
 // found returns the rootfs of an image that is here, or nil. Called with
 // Store.layout held.
 func (s *Store) found(w Wanted) (*Rootfs, error) {
-	img := w.Image
-	s.mu.Lock()
-	r := s.rootfs[img.ChainID]
+	r := s.find(w)
 	if r == nil {
-		s.mu.Unlock()
 		return nil, nil
 	}
-	if !r.Complete() && r.TOC() != img.TOCDigest {
-		s.mu.Unlock()
-		return nil, api.Errorf(api.CodeConflict, "the server now describes rootfs %s by TOC %s, what is here of it came by %s: remove its images with `foil rm` and pull again",
-			img.ChainID, img.TOCDigest, r.TOC())
-	}
-	w.Leases.Take(r)
+	s.mu.Lock()
+	w.Leases.Take(r) // nobody removes it: Store.layout is held
 	for _, id := range r.Arenas() {
 		if other := s.ownerLocked(id); other != nil {
 			w.Leases.Take(other)
@@ -108,14 +125,14 @@ func (s *Store) found(w Wanted) (*Rootfs, error) {
 	return r, nil
 }
 
-// newDir returns the directory for a new rootfs: its chain ID, in hex, with a
+// newDir returns the directory for a new rootfs: its key, in hex, with a
 // number after a dot while a lender has that name.
-func (s *Store) newDir(chain digest.Digest) string {
+func (s *Store) newDir(key origin.Key) string {
 	taken := make(map[string]bool)
 	for _, r := range s.lenders() {
 		taken[r.Dir()] = true
 	}
-	dir := filepath.Join(s.dir(), chain.Encoded())
+	dir := filepath.Join(s.dir(), key.Encoded())
 	for i, first := 2, dir; taken[dir]; i++ {
 		dir = fmt.Sprintf("%s.%d", first, i)
 	}
@@ -127,9 +144,10 @@ func (s *Store) newDir(chain digest.Digest) string {
 // Store.layout held.
 func (s *Store) layOut(w Wanted) (_ *Rootfs, _ Placement, err error) {
 	img, t := w.Image, w.TOC
-	r := rootfs.New(s.each, s.newDir(img.ChainID))
+	r := rootfs.New(s.each, s.newDir(origin.KeyOf(w.Registry, img.ChainID, img.TOCDigest)))
 	rec := rootfs.Record{
 		Version: rootfs.RecordVersion,
+		Origin:  w.Registry,
 		ChainID: img.ChainID,
 		TOC:     img.TOCDigest,
 		Files:   len(t.Inodes),
@@ -156,7 +174,7 @@ func (s *Store) layOut(w Wanted) (_ *Rootfs, _ Placement, err error) {
 	s.opts.At("toc")
 
 	var place Placement
-	place, rec.Arenas = s.place(r.ID(), t, w.Leases)
+	place, rec.Arenas = s.place(r.ID(), t, w)
 	r.LayOut(rec, w.By)
 	have := &Files{TOC: t, Place: place}
 	layout, err := r.Layout(have)
@@ -218,10 +236,11 @@ func begin[T any](fn func() (T, error)) (wait func() (T, error)) {
 	}
 }
 
-// place decides where each content lies: in the first arena that holds it whole, else
-// in the rootfs's own, which has an ID. It returns the IDs of the arenas as well, and
-// has leases keep them.
-func (s *Store) place(own digest.Digest, t *toc.TOC, leases *Leases) (place Placement, arenas []digest.Digest) {
+// place decides where each content lies: in the first arena that holds it whole, and may lend it, else
+// in the rootfs's own, which has an ID. A content of several segments is lent when it was hashed whole: their
+// IDs say nothing of the content's. place returns the IDs of the arenas as well, and
+// has w.Leases keep them.
+func (s *Store) place(own digest.Digest, t *toc.TOC, w Wanted) (place Placement, arenas []digest.Digest) {
 	const unplaced = ^uint16(0)
 	place = make(Placement, len(t.Contents))
 	left := make([]int32, len(t.Contents))
@@ -229,7 +248,7 @@ func (s *Store) place(own digest.Digest, t *toc.TOC, leases *Leases) (place Plac
 		place[i], left[i] = unplaced, int32(i)
 	}
 	id := func(c int32) *segment.ID { return &t.Contents[c].ID }
-	lenders := s.mayLend(leases)
+	lenders := s.mayLend(w)
 	if len(lenders) > 0 {
 		segment.Sort(left, id)
 	}
@@ -241,9 +260,9 @@ func (s *Store) place(own digest.Digest, t *toc.TOC, leases *Leases) (place Plac
 		if src == nil {
 			continue
 		}
-		device, found := uint16(len(arenas)), false
-		src.List.Join(left, id, func(c int32, off int64, piece bool) {
-			if !piece && src.Holds(off, t.Contents[c].Size) {
+		device, found, hashed := uint16(len(arenas)), false, other.Hashed()
+		src.List.Join(left, id, func(c int32, off int64, kind contents.Kind) {
+			if (kind == contents.Whole || kind == contents.Composed && hashed) && src.Verified(off, t.Contents[c].Size) {
 				place[c], found = device, true
 			}
 		})
@@ -262,10 +281,10 @@ func (s *Store) place(own digest.Digest, t *toc.TOC, leases *Leases) (place Plac
 	return place, arenas
 }
 
-// mayLend returns the rootfs whose arenas may be used in place, those first that
-// hold the most, and has leases keep them. One that a new daemon would not find
+// mayLend returns the rootfs of the same origin whose arenas may be used in place, those first that
+// hold the most, and has w.Leases keep them. One that a new daemon would not find
 // again lends nothing.
-func (s *Store) mayLend(leases *Leases) []*Rootfs {
+func (s *Store) mayLend(w Wanted) []*Rootfs {
 	type lending struct {
 		r    *Rootfs
 		size int
@@ -273,8 +292,8 @@ func (s *Store) mayLend(leases *Leases) []*Rootfs {
 	var list []lending
 	s.mu.Lock()
 	for _, r := range append(sorted(s.rootfs), sorted(s.lent)...) {
-		if n := r.Lends(); n >= 0 {
-			leases.Take(r)
+		if n := r.Lends(); n >= 0 && s.mayServe(r, w.Registry) {
+			w.Leases.Take(r)
 			list = append(list, lending{r, n})
 		}
 	}
@@ -304,7 +323,7 @@ func (s *Store) CopyShared(ctx context.Context, r *Rootfs, from *Leases) (copied
 			absent = append(absent, i)
 		}
 	}
-	others := slices.DeleteFunc(from.List(), func(o *Rootfs) bool { return o == r })
+	others := slices.DeleteFunc(from.List(), func(o *Rootfs) bool { return o == r || !s.mayServe(o, r.Origin()) })
 	if len(absent) == 0 || len(others) == 0 {
 		return 0
 	}
@@ -316,7 +335,7 @@ func (s *Store) CopyShared(ctx context.Context, r *Rootfs, from *Leases) (copied
 			continue
 		}
 		var err error
-		src.List.Join(want, id, func(i int32, off int64, _ bool) {
+		src.List.Join(want, id, func(i int32, off int64, _ contents.Kind) {
 			s := l.Segment(int(i))
 			if err != nil || ctx.Err() != nil || a.HasSegment(int(i)) || !src.Holds(off, int64(s.Length)) {
 				return
@@ -359,23 +378,23 @@ func copyTo(src *rootfs.Contents, a *arena.Arena, i int, off int64, buf []byte) 
 
 // clearBroken makes way for a rootfs in the place of one that cannot be served.
 // Called with Store.layout held.
-func (s *Store) clearBroken(chain digest.Digest) error {
-	r := s.Get(chain)
-	if r == nil || r.Broken() == nil || !r.IsReady() {
+func (s *Store) clearBroken(r *Rootfs) error {
+	if r.Broken() == nil || !r.IsReady() {
 		return nil
 	}
+	key := r.Key()
 	bad := func(format string, args ...any) error {
-		return api.Errorf(api.CodeCorrupt, "rootfs %s cannot be served: %w; %s", chain, r.Broken(), fmt.Sprintf(format, args...))
+		return api.Errorf(api.CodeCorrupt, "rootfs %s cannot be served: %w; %s", r.ChainID(), r.Broken(), fmt.Sprintf(format, args...))
 	}
-	if on := s.opts.Names.ContainersOn(chain); len(on) > 0 {
+	if on := s.opts.Names.ContainersOn(key); len(on) > 0 {
 		return bad("remove container %s with `foil rm --force %s` and pull again", on[0], on[0])
 	}
 	borrowers := s.borrowers(r)
 	if len(borrowers) > 0 && (!r.Complete() || r.Contents() == nil) {
-		user := s.opts.Names.Image(borrowers[0].ChainID())
+		user := s.opts.Names.Image(borrowers[0].Key())
 		return bad("image %s uses contents in its arena: remove that with `foil rm %s`, and pull both again", user, user)
 	}
-	if s.opts.Names.Held(chain) {
+	if s.opts.Names.Held(key) {
 		return bad("containerd uses it: remove its containers and images there, and pull again")
 	}
 	if r.Used() {

@@ -36,7 +36,7 @@ func (s *Store) becomeLender(ctx context.Context, r *Rootfs, borrowers []*Rootfs
 		s.mu.Unlock()
 		return false, nil
 	}
-	delete(s.rootfs, r.ChainID())
+	delete(s.rootfs, r.Key())
 	s.lent[r.ID()] = r
 	s.mu.Unlock()
 	err := os.Rename(r.Path(rootfs.RecordName), r.Path(rootfs.LenderName))
@@ -50,7 +50,7 @@ func (s *Store) becomeLender(ctx context.Context, r *Rootfs, borrowers []*Rootfs
 		s.mu.Lock()
 		undo()
 		delete(s.lent, r.ID())
-		s.rootfs[r.ChainID()] = r
+		s.rootfs[r.Key()] = r
 		s.mu.Unlock()
 		return false, fmt.Errorf("rootfs %s, which nothing names any more: %w", r.ChainID(), err)
 	}
@@ -96,8 +96,8 @@ func needed(r *Rootfs, borrowers []*Rootfs) ([]arena.Range, error) {
 		id := func(c int32) *segment.ID { return &t.Contents[c].ID }
 		segment.Sort(here, id)
 		found := 0
-		src.List.Join(here, id, func(c int32, off int64, piece bool) {
-			if !piece {
+		src.List.Join(here, id, func(c int32, off int64, kind contents.Kind) {
+			if kind != contents.Piece {
 				found++
 				keep = append(keep, arena.Range{Off: off, Len: t.Contents[c].Size})
 			}

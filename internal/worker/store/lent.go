@@ -5,6 +5,7 @@ import (
 
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/format/toc"
+	"hydrofoil.dev/foil/internal/worker/contents"
 	"hydrofoil.dev/foil/internal/worker/rootfs"
 )
 
@@ -29,12 +30,12 @@ func (l *LentArena) Close() error { return l.reader.Close() }
 
 // Lent finds contents of r that lie in the arenas of others. Those in its own are
 // left out. The caller keeps the arenas' rootfs.
-func (s *Store) Lent(r *Rootfs, t *toc.TOC, place Placement, contents []uint32) (at map[uint32]Extent, arenas []*LentArena) {
+func (s *Store) Lent(r *Rootfs, t *toc.TOC, place Placement, numbers []uint32) (at map[uint32]Extent, arenas []*LentArena) {
 	own := r.Own()
 	wanted := make([][]int32, len(r.Arenas())) // contents, by arena
 	at = make(map[uint32]Extent)
 	seen := make(map[uint32]bool)
-	for _, c := range contents {
+	for _, c := range numbers {
 		if seen[c] || int(place[c]) == own {
 			continue
 		}
@@ -55,8 +56,8 @@ func (s *Store) Lent(r *Rootfs, t *toc.TOC, place Placement, contents []uint32) 
 			continue
 		}
 		segment.Sort(list, id)
-		src.List.Join(list, id, func(c int32, off int64, piece bool) {
-			if !piece {
+		src.List.Join(list, id, func(c int32, off int64, kind contents.Kind) {
+			if kind != contents.Piece {
 				at[uint32(c)] = Extent{len(arenas), off}
 			}
 		})

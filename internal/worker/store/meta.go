@@ -11,6 +11,7 @@ import (
 
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/worker/arena"
+	"hydrofoil.dev/foil/internal/worker/contents"
 	"hydrofoil.dev/foil/internal/worker/erofs"
 	"hydrofoil.dev/foil/internal/worker/mounts"
 	"hydrofoil.dev/foil/internal/worker/rootfs"
@@ -108,8 +109,8 @@ func (s *Store) offsets(r *Rootfs, have *Files, layout *arena.Layout, visit func
 		contentID := func(c int32) *segment.ID { return &t.Contents[c].ID }
 		segment.Sort(here, contentID)
 		found := 0
-		src.List.Join(here, contentID, func(c int32, off int64, piece bool) {
-			if !piece {
+		src.List.Join(here, contentID, func(c int32, off int64, kind contents.Kind) {
+			if kind != contents.Piece {
 				offsets[c] = off
 				found++
 			}

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"maps"
 	"os"
 	"path/filepath"
 	"strings"
@@ -37,7 +36,8 @@ var errUnnamed = errors.New("no image names this rootfs any more, so nothing bri
 // Restore finds again what an earlier daemon left, in this order, because each
 // step relies on the one before:
 //
-//  1. Records of rootfs. A directory without one is a leftover of a crash.
+//  1. Records of rootfs. A directory without one is a leftover of a crash. What older versions
+//     left gets the origin of its images.
 //  2. Arenas that are incomplete: through the descriptor that the keeper holds,
 //     where there is one, since a new one would wait for itself. Each goes
 //     behind the gate.
@@ -64,6 +64,7 @@ func (s *Store) Restore(in Inherited) (lost bool, err error) {
 	if err := x.load(mounted); err != nil {
 		return false, err
 	}
+	x.adopt()
 	for _, r := range s.List() {
 		x.openArena(r)
 	}
@@ -80,19 +81,13 @@ func (s *Store) Restore(in Inherited) (lost bool, err error) {
 	s.PassGate()
 	s.readAllPastCache()
 	named := s.opts.Names.Named()
-	for chain, r := range s.byChain() {
+	for _, r := range s.List() {
 		// A container may be on it all the same: a tag has moved since.
-		if !strings.HasPrefix(named[chain], "image ") {
+		if !strings.HasPrefix(named[r.Key()], "image ") {
 			r.Fail(errUnnamed)
 		}
 	}
 	return len(x.lost) > 0, nil
-}
-
-func (s *Store) byChain() map[digest.Digest]*Rootfs {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return maps.Clone(s.rootfs)
 }
 
 // restoring is one Restore. Nobody else uses the store meanwhile.
@@ -131,17 +126,52 @@ func (x *restoring) load(mounted map[string]bool) error {
 			return api.Errorf(api.CodeUnsupported, "%w", err)
 		}
 		r.Found(mounted[r.Mountpoint()])
-		if err == nil && s.rootfs[r.ChainID()] != nil {
-			err = fmt.Errorf("there are two of it: %s is the other", s.rootfs[r.ChainID()].Dir())
+		if err == nil && s.rootfs[r.Key()] != nil {
+			err = fmt.Errorf("there are two of it: %s is the other", s.rootfs[r.Key()].Dir())
 		}
 		if err == nil {
-			s.rootfs[r.ChainID()] = r
+			s.rootfs[r.Key()] = r
 		} else {
 			bad[r] = err
 		}
 	}
 	x.setAside(bad)
 	return nil
+}
+
+// adopt gives each rootfs that an older version left the origin of the images that name it, once: it serves
+// images of that registry, and lends nothing, since nobody knows what it was lent. One that images of several
+// registries name, or none, or that has contents in such a one, stays without: the images that
+// name it go on with it, and no other one gets it, since it cannot be told whose bytes it has.
+func (x *restoring) adopt() {
+	s := x.s
+	var old []*Rootfs
+	found := make(map[digest.Digest]string) // by arena
+	for _, r := range s.List() {
+		if r.Broken() != nil || r.Record().Version == rootfs.RecordVersion {
+			continue
+		}
+		old = append(old, r)
+		if registries := s.opts.Names.Origins(r.Key()); len(registries) == 1 {
+			found[r.ID()] = registries[0]
+		}
+	}
+	for _, r := range old {
+		registry := found[r.ID()]
+		for _, id := range r.Arenas() {
+			if found[id] != registry {
+				registry = ""
+			}
+		}
+		r.Adopt(registry)
+		rec := r.Record()
+		if err := r.Save(&rec, durable.Replace); err != nil {
+			r.Adopt("")
+			s.opts.Warn("note whose rootfs %s is, which an older version left: %v; only the images that name it use it", r.ChainID(), err)
+			continue
+		}
+		s.log.Info("a rootfs that an older version left lends nothing", "rootfs", r.ChainID(), "registry", registry)
+	}
 }
 
 // setAside keeps what cannot be used, but others use, and removes the rest.
@@ -154,20 +184,20 @@ func (x *restoring) setAside(bad map[*Rootfs]error) {
 		}
 	}
 	for r, err := range bad {
-		chain := rootfs.ChainOf(r.Dir())
-		if s.rootfs[chain] == nil && (lends[r.ID()] || !r.Mount().Mounted() && r.IsOpen()) {
+		key := r.Key()
+		if s.rootfs[key] == nil && (lends[r.ID()] || !r.Mount().Mounted() && r.IsOpen()) {
 			// Others need its arena, or a container that the daemon does not know
 			// its mount.
 			r.Unreadable(err)
-			s.rootfs[chain] = r
-			s.opts.Warn("rootfs %s cannot be used, but others use it: %v", chain, err)
+			s.rootfs[key] = r
+			s.opts.Warn("rootfs %s cannot be used, but others use it: %v", key, err)
 			continue
 		}
 		if err := r.Close(); err != nil {
 			s.log.Debug("close what is left of a rootfs", "error", err)
 		}
 		if !errors.Is(err, os.ErrNotExist) {
-			s.opts.Warn("rootfs %s cannot be used and is removed: %v; pull its image again", chain, err)
+			s.opts.Warn("rootfs %s cannot be used and is removed: %v; pull its image again", key, err)
 		}
 		if r.Mount().Mounted() {
 			if err := r.Mount().Unmount(true); err != nil {
@@ -196,6 +226,9 @@ func (x *restoring) openArena(r *Rootfs) {
 			r.Break(err)
 			x.s.opts.Warn("rootfs %s cannot be restored: %v", r.ChainID(), err)
 		}
+	}
+	if wrong := r.Record().Wrong; wrong != "" && r.Broken() == nil {
+		r.Break(errors.New(wrong)) // all of it is here: containers that began before read it
 	}
 	switch {
 	case r.Broken() != nil && !r.Mount().Mounted():
@@ -287,7 +320,7 @@ func (x *restoring) checkLent() {
 			continue
 		}
 		s.log.Info("a rootfs is laid out anew", "rootfs", r.ChainID(), "why", err)
-		delete(s.rootfs, r.ChainID())
+		delete(s.rootfs, r.Key())
 		s.discard(r)
 	}
 }
@@ -328,9 +361,9 @@ func (x *restoring) remount() {
 		if r.Broken() != nil {
 			continue
 		}
-		chain := r.ChainID()
+		chain, key := r.ChainID(), r.Key()
 		if x.lost[r] {
-			if on := strings.Join(s.opts.Names.ContainersOn(chain), " "); on != "" && r.Mount().Gated() {
+			if on := strings.Join(s.opts.Names.ContainersOn(key), " "); on != "" && r.Mount().Gated() {
 				s.opts.Warn("the gate of rootfs %s was lost (daemon and keeper died together): reads of containers on it fail; remove and start again: %s", chain, on)
 			} else if on != "" {
 				s.opts.Warn("the gate of rootfs %s was lost (daemon and keeper died together): containers on it may have read zeros for bytes that were absent; remove and start again: %s", chain, on)
@@ -344,7 +377,7 @@ func (x *restoring) remount() {
 		if r.Mount().Mounted() {
 			r.Mount().RestoreReadAhead() // nobody knows any more how far the start has come
 		}
-		if r.Mount().Mounted() || named[chain] == "" {
+		if r.Mount().Mounted() || named[key] == "" {
 			continue
 		}
 		if err := s.mountAgain(r, x.read[r]); err != nil {

@@ -3,8 +3,11 @@
 // nothing names is collected (Collect), what others use of it kept (lend.go). A new
 // daemon finds everything again (Restore). Package rootfs is about one of them.
 //
+// Each belongs to an origin (package origin): it is found, told of and lent within that, or a group of
+// such, only.
+//
 // Store.mu guards the list; it is held for moments. Store.layout orders operations on
-// directories and mounts, so that one chain ID means one thing at a time, and is held for as
+// directories and mounts, so that one key means one thing at a time, and is held for as
 // long as they take: nothing that a container waits for takes it. Package locks has
 // the order.
 package store
@@ -12,6 +15,7 @@ package store
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"os"
 	"path/filepath"
@@ -26,6 +30,7 @@ import (
 	"hydrofoil.dev/foil/internal/worker/gate"
 	"hydrofoil.dev/foil/internal/worker/locks"
 	"hydrofoil.dev/foil/internal/worker/mounts"
+	"hydrofoil.dev/foil/internal/worker/origin"
 	"hydrofoil.dev/foil/internal/worker/rootfs"
 )
 
@@ -41,6 +46,8 @@ type Options struct {
 	Drop func(ctx context.Context, name string) error
 	// Names says who uses rootfs.
 	Names Namer
+	// Groups are origins that trust each other.
+	Groups origin.Groups
 	// Warn records what an operator should know.
 	Warn   func(format string, args ...any)
 	Logger *slog.Logger
@@ -52,6 +59,8 @@ type Options struct {
 	WakeAfter time.Duration
 	// Waited is told how long each read of absent bytes took.
 	Waited func(time.Duration)
+	// Conflict counts TOCs that are not the one by which a chain ID is known in the same origin.
+	Conflict func()
 	// At is called at named points; a test dies there.
 	At func(point string)
 }
@@ -59,15 +68,17 @@ type Options struct {
 // Namer says which rootfs are named, and by whom. Its methods are called with
 // Store.layout held, or with no lock.
 type Namer interface {
-	// Named returns the chain IDs that an image, a container or a hold names, and
+	// Named returns the rootfs that an image, a container or a hold names, and
 	// one of them, for people: "image REF".
-	Named() map[digest.Digest]string
+	Named() map[origin.Key]string
 	// ContainersOn lists the IDs of the containers on a rootfs, sorted.
-	ContainersOn(chain digest.Digest) []string
-	// Image returns a reference that names a rootfs, or the chain ID itself.
-	Image(chain digest.Digest) string
+	ContainersOn(key origin.Key) []string
+	// Image returns a reference that names a rootfs, or the key itself.
+	Image(key origin.Key) string
 	// Held reports whether containerd uses a rootfs.
-	Held(chain digest.Digest) bool
+	Held(key origin.Key) bool
+	// Origins lists the registries of the images that name a rootfs.
+	Origins(key origin.Key) []string
 }
 
 // The names of package rootfs that whoever has a Store needs.
@@ -99,7 +110,7 @@ type Store struct {
 	layout locks.Mutex[locks.Layout]
 
 	mu      locks.Mutex[locks.Store]
-	rootfs  map[digest.Digest]*Rootfs // by chain ID; all but lenders
+	rootfs  map[origin.Key]*Rootfs    // all but lenders
 	lent    map[digest.Digest]*Rootfs // lenders, by ID
 	closing bool
 	later   bool // Collect is going to be called again
@@ -114,10 +125,13 @@ func New(opts Options) *Store {
 	if opts.Waited == nil {
 		opts.Waited = func(time.Duration) {}
 	}
+	if opts.Conflict == nil {
+		opts.Conflict = func() {}
+	}
 	if opts.At == nil {
 		opts.At = func(string) {}
 	}
-	s := &Store{opts: opts, log: opts.Logger, rootfs: make(map[digest.Digest]*Rootfs), lent: make(map[digest.Digest]*Rootfs)}
+	s := &Store{opts: opts, log: opts.Logger, rootfs: make(map[origin.Key]*Rootfs), lent: make(map[digest.Digest]*Rootfs)}
 	s.each = rootfs.Options{
 		Mounts: mounts.Options{Root: opts.Root, Loop: opts.Loop, Logger: opts.Logger},
 		Logger: opts.Logger, WakeAfter: opts.WakeAfter, Waited: opts.Waited,
@@ -167,18 +181,18 @@ func (s *Store) NeedsGate() bool {
 	return false
 }
 
-// Get returns the rootfs of a chain ID, or nil.
-func (s *Store) Get(chain digest.Digest) *Rootfs {
+// Get returns the rootfs of a key, or nil.
+func (s *Store) Get(key origin.Key) *Rootfs {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.rootfs[chain]
+	return s.rootfs[key]
 }
 
 // Use is Get, and keeps what it returns until release is called.
-func (s *Store) Use(chain digest.Digest) (r *Rootfs, release func()) {
+func (s *Store) Use(key origin.Key) (r *Rootfs, release func()) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if r = s.rootfs[chain]; r == nil {
+	if r = s.rootfs[key]; r == nil {
 		return nil, nil
 	}
 	r.Use()
@@ -201,7 +215,7 @@ func (s *Store) lenders() []*Rootfs {
 
 func (s *Store) all() []*Rootfs { return append(s.List(), s.lenders()...) }
 
-func sorted(m map[digest.Digest]*Rootfs) []*Rootfs {
+func sorted[K comparable](m map[K]*Rootfs) []*Rootfs {
 	list := make([]*Rootfs, 0, len(m))
 	for _, r := range m {
 		list = append(list, r)
@@ -221,7 +235,7 @@ func (s *Store) ownerLocked(id digest.Digest) *Rootfs {
 	if r := s.lent[id]; r != nil {
 		return r
 	}
-	if r := s.rootfs[id]; r != nil && r.ID() == id {
+	if r := s.rootfs[origin.Key(id)]; r != nil && r.ID() == id {
 		return r
 	}
 	for _, r := range s.rootfs {
@@ -244,26 +258,70 @@ func (s *Store) Settle(l *Leases, r *Rootfs) {
 	l.Keep(keep)
 }
 
-// Haves names every rootfs that is here, wholly or in part, and has l keep their
-// arenas: what a server leaves out because of them must still be here when its
-// place is looked for.
-func (s *Store) Haves(l *Leases) []bundle.Have {
+// mayServe reports whether a rootfs may be used for images of a registry. Called with no lock, or Store.mu.
+func (s *Store) mayServe(r *Rootfs, registry string) bool {
+	return s.opts.Groups.Same(r.Origin(), registry)
+}
+
+// Haves names every rootfs that is here, wholly or in part, and of which the servers of a registry may know, and
+// has l keep their arenas: what a server leaves out because of them must still be here when its
+// place is looked for. named is the rootfs that the image names by now, if any: of one that no origins are known
+// of, its own server is told, and nobody else.
+func (s *Store) Haves(l *Leases, registry string, named origin.Key) []bundle.Have {
 	var kept []*Rootfs
 	s.mu.Lock()
-	for _, r := range s.rootfs {
-		if r.Broken() == nil {
+	for key, r := range s.rootfs {
+		if r.Broken() == nil && (key == named || s.mayServe(r, registry) && !r.Unwalled()) {
 			l.Take(r)
 			kept = append(kept, r)
 		}
 	}
 	s.mu.Unlock()
+	// Its own registry's first: that is the one that Find finds.
+	slices.SortFunc(kept, func(a, b *Rootfs) int {
+		if own := a.Origin() == registry; own != (b.Origin() == registry) {
+			if own {
+				return -1
+			}
+			return 1
+		}
+		return strings.Compare(string(a.ID()), string(b.ID()))
+	})
 	var list []bundle.Have
 	for _, r := range kept {
-		if h, ok := r.Have(); ok {
+		if h, ok := r.Have(); ok && !slices.ContainsFunc(list, func(o bundle.Have) bool { return o.ChainID == h.ChainID && o.TOC == h.TOC }) {
 			list = append(list, h)
 		}
 	}
 	return list
+}
+
+// TOC reads the encoded TOC of a chain ID from a rootfs that may be used for images of a registry, or that the
+// image names.
+func (s *Store) TOC(registry string, named origin.Key, chain, want digest.Digest) ([]byte, error) {
+	r := s.Find(registry, named, chain, want)
+	if r == nil {
+		return nil, fmt.Errorf("read the TOC of rootfs %s: it is not here: %w", chain, os.ErrNotExist)
+	}
+	return r.EncodedTOC()
+}
+
+// Find returns the rootfs of a chain ID by a TOC that an image of a registry may use, or nil: that of its own
+// registry before those of its group.
+func (s *Store) Find(registry string, named origin.Key, chain, by digest.Digest) *Rootfs {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, key := range []origin.Key{origin.KeyOf(registry, chain, by), named} {
+		if r := s.rootfs[key]; r != nil && r.ChainID() == chain && r.TOC() == by {
+			return r
+		}
+	}
+	for _, r := range sorted(s.rootfs) {
+		if r.ChainID() == chain && r.TOC() == by && s.mayServe(r, registry) && r.Broken() == nil {
+			return r
+		}
+	}
+	return nil
 }
 
 // discard removes a rootfs that came to nothing, or that nobody borrows from any more: it

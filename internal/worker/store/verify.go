@@ -12,6 +12,7 @@ import (
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/format/toc"
 	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/contents"
 	"hydrofoil.dev/foil/internal/worker/mounts"
 	"hydrofoil.dev/foil/internal/worker/records"
 	"hydrofoil.dev/foil/internal/worker/rootfs"
@@ -91,8 +92,8 @@ func (v *verifier) arena(ctx context.Context, id digest.Digest, here []int32) (f
 	contentID := func(c int32) *segment.ID { return &v.toc.Contents[c].ID }
 	segment.Sort(here, contentID)
 	found := 0
-	src.List.Join(here, contentID, func(c int32, off int64, piece bool) {
-		if piece || failed != nil {
+	src.List.Join(here, contentID, func(c int32, off int64, kind contents.Kind) {
+		if kind == contents.Piece || failed != nil {
 			return
 		}
 		found++

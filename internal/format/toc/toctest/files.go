@@ -7,7 +7,6 @@ import (
 	"math/rand/v2"
 	"slices"
 	"strings"
-	"testing"
 
 	"github.com/opencontainers/go-digest"
 	"github.com/opencontainers/image-spec/identity"
@@ -15,6 +14,12 @@ import (
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/format/toc"
 )
+
+// T is a test: a testing.TB, or one of package rapid.
+type T interface {
+	Helper()
+	Fatal(args ...any)
+}
 
 // Files are the files of a root directory, by name.
 type Files map[string]string
@@ -42,7 +47,7 @@ func Some(first uint64, count, size int) Files {
 
 // TOC returns the TOC of an image of one layer that has these files, that layer's
 // diff ID, made up, and the bytes of all segments.
-func (f Files) TOC(t testing.TB) (x *toc.TOC, diff digest.Digest, data map[segment.ID][]byte) {
+func (f Files) TOC(t T) (x *toc.TOC, diff digest.Digest, data map[segment.ID][]byte) {
 	t.Helper()
 	data = make(map[segment.ID][]byte)
 	names := make([]string, 0, len(f))

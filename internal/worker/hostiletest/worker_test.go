@@ -1,0 +1,199 @@
+// Package hostiletest has a worker meet servers that lie. A lie is an image that says what is not so, or a server that
+// does not send what it says: package bundletest has both. What each test holds is a rule of ARCHITECTURE.md: an
+// origin is a wall, and nothing is lent before it was hashed whole.
+package hostiletest
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"hydrofoil.dev/foil/internal/kernel"
+	"hydrofoil.dev/foil/internal/kernel/kerneltest"
+	"hydrofoil.dev/foil/internal/logtest"
+	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/keeper"
+	"hydrofoil.dev/foil/internal/worker/node"
+	"hydrofoil.dev/foil/internal/worker/origin"
+	"hydrofoil.dev/foil/internal/worker/rootfs"
+)
+
+// This test binary is also the keeper.
+func TestMain(m *testing.M) {
+	kerneltest.OwnMounts()
+	if len(os.Args) > 3 && os.Args[1] == "keeper" {
+		err := keeper.Serve(context.Background(), os.Args[3], func() {
+			fmt.Println("ready")
+			_ = keeper.Detach()
+		})
+		if err != nil {
+			fmt.Println(err)
+			os.Exit(1)
+		}
+		os.Exit(0)
+	}
+	if os.Geteuid() != 0 {
+		fmt.Println("skip: these tests mount filesystems and need root")
+		os.Exit(0)
+	}
+	features, err := kernel.Features(context.Background(), os.TempDir())
+	if err != nil {
+		fmt.Println(err)
+		os.Exit(1)
+	}
+	for _, f := range features {
+		if f.Need && !f.Have {
+			fmt.Printf("skip: this host has no %s: %s\n", f.Name, f.Detail)
+			os.Exit(0)
+		}
+	}
+	os.Exit(m.Run())
+}
+
+// worker is a daemon on a root of its own.
+type worker struct {
+	t    testing.TB
+	root string
+	n    *node.Node
+	log  logtest.Buffer
+}
+
+func newWorker(t testing.TB, groups ...string) *worker {
+	t.Helper()
+	root, err := os.MkdirTemp("", "foil-hostile-")
+	if err != nil {
+		t.Fatal(err)
+	}
+	w := &worker{t: t, root: root}
+	t.Cleanup(w.end)
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	trusting, err := origin.ParseGroups(groups)
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.n, err = node.New(node.Options{Root: root, Binary: self, Groups: trusting, GiveUp: 30 * time.Second, Logger: slog.New(slog.NewTextHandler(&w.log, nil))})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return w
+}
+
+// end leaves nothing of the worker.
+func (w *worker) end() {
+	if w.n != nil {
+		if err := w.n.Close(); err != nil {
+			w.t.Error(err)
+		}
+	}
+	dirs, _ := filepath.Glob("/proc/[0-9]*/cmdline")
+	for _, d := range dirs {
+		b, err := os.ReadFile(d)
+		args := strings.Split(string(b), "\x00")
+		var pid int
+		if err != nil || len(args) < 4 || args[1] != "keeper" || !strings.HasPrefix(args[3], w.root+"/") {
+			continue
+		}
+		if _, err := fmt.Sscanf(d, "/proc/%d/", &pid); err == nil {
+			_ = syscall.Kill(pid, syscall.SIGKILL)
+		}
+	}
+	mounts, err := kernel.Mounts(w.root)
+	if err != nil {
+		w.t.Error(err)
+	}
+	for _, m := range slices.Backward(mounts) {
+		if err := kernel.Unmount(m.Target, true); err != nil {
+			w.t.Error(err)
+		}
+	}
+	if err := os.RemoveAll(w.root); err != nil {
+		w.t.Error(err)
+	}
+	if w.t.Failed() {
+		w.t.Logf("log:\n%s", w.log.String())
+	}
+}
+
+// pull follows a pull until an event.
+func (w *worker) pull(ref string, until api.EventKind) error {
+	ctx, cancel := context.WithTimeout(w.t.Context(), time.Minute)
+	defer cancel()
+	var last api.Event
+	err := w.n.Pull(ctx, api.PullRequest{Ref: ref, Until: until}, func(ev api.Event) error { last = ev; return nil })
+	if err == nil && last.Err != "" {
+		err = &api.Error{Code: last.Code, Message: last.Err}
+	}
+	return err
+}
+
+func (w *worker) mustPull(ref string, until api.EventKind) {
+	w.t.Helper()
+	if err := w.pull(ref, until); err != nil {
+		w.t.Fatalf("pull %s: %v", ref, err)
+	}
+}
+
+// read reads a file of an image as a container would: through its mount. An error includes that nothing comes.
+func (w *worker) read(ref, name string) (string, error) {
+	w.t.Helper()
+	ctx, cancel := context.WithTimeout(w.t.Context(), time.Minute)
+	defer cancel()
+	h, err := w.n.Hold(ctx, ref)
+	if err != nil {
+		return "", err
+	}
+	defer w.n.Release(h.Rootfs)
+	b, err := os.ReadFile(filepath.Join(h.Mount, name))
+	return string(b), err
+}
+
+// reads fails the test unless a file of an image is what it should be.
+func (w *worker) reads(ref, name, want string) {
+	w.t.Helper()
+	if got, err := w.read(ref, name); err != nil || got != want {
+		w.t.Errorf("%s of %s is %.40q, %v; want %.40q", name, ref, got, err, want)
+	}
+}
+
+// right fails the test unless the daemon finds every byte of an image right.
+func (w *worker) right(ref string) {
+	w.t.Helper()
+	err := w.n.Verify(w.t.Context(), ref, func(ev api.VerifyEvent) error {
+		if ev.Bad != "" {
+			return fmt.Errorf("%s is wrong", ev.Bad)
+		}
+		return nil
+	})
+	if err != nil {
+		w.t.Error(err)
+	}
+}
+
+// records returns the record of an image's rootfs.
+func (w *worker) records(ref string) (rec rootfs.Record) {
+	w.t.Helper()
+	h, err := w.n.Hold(w.t.Context(), ref)
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	defer w.n.Release(h.Rootfs)
+	b, err := os.ReadFile(filepath.Join(filepath.Dir(h.Mount), rootfs.RecordName))
+	if err == nil {
+		err = json.Unmarshal(b, &rec)
+	}
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	return rec
+}

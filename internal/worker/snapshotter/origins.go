@@ -1,0 +1,103 @@
+package snapshotter
+
+import (
+	"context"
+	"fmt"
+	"slices"
+
+	"github.com/containerd/errdefs"
+	"github.com/opencontainers/go-digest"
+
+	"hydrofoil.dev/foil/internal/worker/origin"
+	"hydrofoil.dev/foil/internal/worker/pull"
+)
+
+// containerd keys snapshots by chain ID alone, and when it has one it asks nobody. So the rootfs that came for an
+// image of one registry would serve an image of any other that names the same layers: whoever came first would have
+// chosen what runs, and a stranger's image could name layers that it never had. What containerd's own
+// unpacker makes is compared with the chain ID, and may serve anybody; a rootfs of ours may once it is proven.
+// Until then an image of another origin is refused it:
+//
+//   - by the mirror, which sees every image that containerd resolves (Claim), also where containerd would not ask
+//     for a snapshot;
+//   - when a layer is prepared, or something is made on a rootfs.
+//
+// Where there is no mirror the first cannot be: then only images of one origin, or one group, come lazily at a
+// time, and the others by containerd.
+
+// foreign returns an error if r is the rootfs of another origin's image, and is not proven. What has no name, as an
+// image that somebody imports or builds here, is of no other registry. Called with mu held.
+func (s *Snapshotter) foreign(r *record, image string) error {
+	from, to := origin.Of(r.Image), origin.Of(image)
+	if image == "" || r.Role != roleRootfs || r.expected || s.opts.Groups.Same(from, to) || r.held != nil && s.opts.Node.Proven(r.held.Rootfs) {
+		return nil
+	}
+	return fmt.Errorf("image %s has the layers of %s, which came from another registry, %s, and is not proven to be these layers: "+
+		"remove one of the two images; or, if whoever runs one registry may choose what runs of the other, name both in --origin-group of foil node: %w",
+		image, r.Image, from, errdefs.ErrFailedPrecondition)
+}
+
+// Claim returns an error if containerd would run an image that it has resolved on the rootfs of another origin's
+// that is not proven. Here a proof will be waited for.
+func (s *Snapshotter) Claim(h *pull.Header) error {
+	p, err := layersOf(h.Manifest.Bytes, h.Config.Bytes)
+	if err != nil || len(p.chains) == 0 {
+		return nil // whoever asks for it is told
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.claims(h.Name, p.chains[len(p.chains)-1])
+}
+
+// claims is Claim for the chain ID of an image. Called with mu held.
+func (s *Snapshotter) claims(image string, chain digest.Digest) error {
+	for _, r := range s.records {
+		if r.Chain != chain {
+			continue
+		}
+		if err := s.foreign(r, image); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// onForeign returns an error if what is made for an image would lie on a foreign rootfs.
+func (s *Snapshotter) onForeign(ctx context.Context, image, parent string) error {
+	if parent == "" || image == "" {
+		return nil
+	}
+	ids, err := s.chain(ctx, parent)
+	if err != nil {
+		return err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, id := range ids {
+		if r := s.records[id]; r != nil {
+			if err := s.foreign(r, image); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// Besides reports whether there is a rootfs that Claim could refuse an image.
+func (s *Snapshotter) Besides(image string) bool { return s.besides(image) != "" }
+
+// besides returns an image of another origin whose rootfs is not proven; "": there is none.
+func (s *Snapshotter) besides(image string) string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var others []string
+	for _, r := range s.records {
+		if s.foreign(r, image) != nil {
+			others = append(others, r.Image)
+		}
+	}
+	if len(others) == 0 {
+		return ""
+	}
+	return slices.Min(others)
+}
