@@ -4,8 +4,8 @@ import (
 	"context"
 	"errors"
 
+	"hydrofoil.dev/foil/internal/format/layer"
 	"hydrofoil.dev/foil/internal/server/catalog"
-	"hydrofoil.dev/foil/internal/server/layer"
 	"hydrofoil.dev/foil/internal/server/objects"
 	"hydrofoil.dev/foil/internal/server/planner"
 )

@@ -50,13 +50,13 @@ import (
 	"github.com/opencontainers/go-digest"
 	"golang.org/x/sync/errgroup"
 
+	"hydrofoil.dev/foil/internal/format/flatten"
+	"hydrofoil.dev/foil/internal/format/layer"
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/format/toc"
 	"hydrofoil.dev/foil/internal/server/catalog"
 	"hydrofoil.dev/foil/internal/server/dedup"
-	"hydrofoil.dev/foil/internal/server/layer"
 	"hydrofoil.dev/foil/internal/server/objects"
-	"hydrofoil.dev/foil/internal/server/rootfs"
 )
 
 // Descriptor is one layer of an image, from its manifest and its config.
@@ -242,7 +242,7 @@ func (g *Ingester) read(ctx context.Context, blob io.Reader, d Descriptor, packs
 			return err
 		}
 		if e.Size > 0 {
-			if err := split(splitter, r, e, packs); err != nil {
+			if err := e.Split(splitter, r, packs.Add); err != nil {
 				return err
 			}
 		}
@@ -254,32 +254,6 @@ func (g *Ingester) read(ctx context.Context, blob io.Reader, d Descriptor, packs
 		return err
 	}
 	row.DiffID, row.Size, row.Files = r.DiffID(), r.Size(), r.Files()
-	return nil
-}
-
-// split stores the segments of the file at hand and writes them into its entry.
-func split(s *segment.Splitter, r *layer.Reader, e *layer.Entry, packs *dedup.Writer) error {
-	s.Reset(r)
-	for {
-		p, err := s.Next()
-		if err == io.EOF {
-			break
-		}
-		if err != nil {
-			return err
-		}
-		if p.Bytes != nil {
-			if err := packs.Add(p.ID, p.Bytes); err != nil {
-				return err
-			}
-		}
-		e.Segments = append(e.Segments, layer.Segment{ID: p.ID, Length: p.Length})
-	}
-	id, size := s.Content()
-	if size != e.Size {
-		return fmt.Errorf("file %q has %d bytes, its header says %d", e.Name, size, e.Size)
-	}
-	e.Content = id
 	return nil
 }
 
@@ -297,11 +271,11 @@ func objectKey(kind string, d digest.Digest) string {
 // layers that were not ingested yet are. Calls at the same time, for one chain
 // ID, do it once.
 //
-// Errors: those of Layer; rootfs.ErrNoLayers; *layer.RefusedError when the
+// Errors: those of Layer; flatten.ErrNoLayers; *layer.RefusedError when the
 // layers do not go together.
 func (g *Ingester) Rootfs(ctx context.Context, layers []Descriptor) (catalog.Rootfs, error) {
 	if len(layers) == 0 {
-		return catalog.Rootfs{}, rootfs.ErrNoLayers
+		return catalog.Rootfs{}, flatten.ErrNoLayers
 	}
 	rows, err := g.layers(ctx, layers)
 	if err != nil {
@@ -311,7 +285,7 @@ func (g *Ingester) Rootfs(ctx context.Context, layers []Descriptor) (catalog.Roo
 	for _, row := range rows {
 		diffIDs = append(diffIDs, row.DiffID)
 	}
-	chain := rootfs.ChainID(diffIDs)
+	chain := flatten.ChainID(diffIDs)
 	r, err := g.Catalog.Rootfs(ctx, chain)
 	if errors.Is(err, catalog.ErrNotFound) {
 		var v any
@@ -364,7 +338,7 @@ func (g *Ingester) flattenAnew(ctx context.Context, rows []catalog.Layer) (catal
 	for _, row := range rows {
 		diffIDs = append(diffIDs, row.DiffID)
 	}
-	chain := rootfs.ChainID(diffIDs)
+	chain := flatten.ChainID(diffIDs)
 	encoded, err := g.encode(ctx, rows)
 	if err != nil {
 		return catalog.Rootfs{}, err
@@ -382,7 +356,7 @@ func (g *Ingester) flattenAnew(ctx context.Context, rows []catalog.Layer) (catal
 }
 
 func (g *Ingester) encode(ctx context.Context, rows []catalog.Layer) ([]byte, error) {
-	var layers []rootfs.Layer
+	var layers []flatten.Layer
 	for _, row := range rows {
 		object, err := g.Objects.Open(ctx, row.Entries, 0, -1)
 		if err != nil {
@@ -394,9 +368,9 @@ func (g *Ingester) encode(ctx context.Context, rows []catalog.Layer) ([]byte, er
 			return nil, fmt.Errorf("read entries of layer %s: %w", row.Blob, err)
 		}
 		defer list.Close()
-		layers = append(layers, rootfs.Layer{Digest: row.Blob, DiffID: row.DiffID, Entries: list})
+		layers = append(layers, flatten.Layer{Digest: row.Blob, DiffID: row.DiffID, Entries: list})
 	}
-	t, err := rootfs.Flatten(ctx, layers)
+	t, err := flatten.Rootfs(ctx, layers)
 	if err != nil {
 		return nil, err
 	}

@@ -15,12 +15,12 @@ import (
 
 	"github.com/opencontainers/go-digest"
 
+	lt "hydrofoil.dev/foil/internal/format/layer/layertest"
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/format/toc"
 	"hydrofoil.dev/foil/internal/server/catalog/sqlite"
 	"hydrofoil.dev/foil/internal/server/dedup"
 	"hydrofoil.dev/foil/internal/server/ingest"
-	lt "hydrofoil.dev/foil/internal/server/layer/layertest"
 	"hydrofoil.dev/foil/internal/server/objects"
 )
 

@@ -20,9 +20,9 @@ import (
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/format/layer/layertest"
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/format/toc"
-	"hydrofoil.dev/foil/internal/server/layer/layertest"
 	"hydrofoil.dev/foil/internal/server/serve"
 )
 

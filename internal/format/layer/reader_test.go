@@ -17,9 +17,9 @@ import (
 	"github.com/opencontainers/go-digest"
 	"pgregory.net/rapid"
 
+	"hydrofoil.dev/foil/internal/format/layer"
+	lt "hydrofoil.dev/foil/internal/format/layer/layertest"
 	"hydrofoil.dev/foil/internal/format/toc"
-	"hydrofoil.dev/foil/internal/server/layer"
-	lt "hydrofoil.dev/foil/internal/server/layer/layertest"
 )
 
 type file struct {
