@@ -31,6 +31,13 @@
 // that a disk would: default POSIX ACLs are not inherited by what is made below
 // them, and no limit of a certain file system is held beyond those that package
 // layer and package toc state.
+//
+// # Version
+//
+// Whoever has the same layers gets an equal TOC. So a change of these rules, or
+// of how package layer reads entries, after which some layers give another TOC,
+// is a new Version, which every TOC names (toc.TOC.Rules). Workers compare by
+// the version of the TOC, so what old TOCs were made by stays.
 package flatten
 
 import (
@@ -47,6 +54,9 @@ import (
 	"hydrofoil.dev/foil/internal/format/layer"
 	"hydrofoil.dev/foil/internal/format/toc"
 )
+
+// Version is that of the rules by which Rootfs flattens.
+const Version = 1
 
 // Layer is one layer to flatten.
 type Layer struct {
@@ -85,7 +95,12 @@ func Rootfs(ctx context.Context, layers []Layer) (*toc.TOC, error) {
 			return nil, err
 		}
 	}
-	return toc.Build(ChainID(diffIDs), t.root)
+	x, err := toc.Build(ChainID(diffIDs), t.root)
+	if err != nil {
+		return nil, err
+	}
+	x.Rules = Version
+	return x, nil
 }
 
 // tree is the filesystem as the layers so far have made it.
