@@ -8,6 +8,8 @@ import (
 	"io"
 
 	"github.com/opencontainers/go-digest"
+
+	"hydrofoil.dev/foil/internal/format/recipe"
 )
 
 // Descriptor says which layer is read.
@@ -23,8 +25,10 @@ type Reader struct {
 	desc    Descriptor
 	opts    Options
 	stream  *stream
+	below   io.Reader // of tar: stream, or what records it
 	tar     *tar.Reader
-	entry   string // the name of the entry at hand, as the layer has it
+	recipe  *recipe.Writer // nil: nobody records
+	entry   string         // the name of the entry at hand, as the layer has it
 	entries int64
 	files   int64
 	content int64 // bytes of all files so far, as their headers say
@@ -48,7 +52,15 @@ func NewReader(ctx context.Context, r io.Reader, d Descriptor, o Options) (*Read
 	}
 	o = o.withDefaults()
 	s := newStream(ctx, r, d.Digest.Algorithm(), diff, o)
-	return &Reader{desc: d, opts: o, stream: s, tar: tar.NewReader(s)}, nil
+	return &Reader{desc: d, opts: o, stream: s, below: s, tar: tar.NewReader(s)}, nil
+}
+
+// Record has w make the recipe of the tar stream; contents are numbered as in the
+// entry list of what Next returns. It is called before Next. The caller closes w
+// when Next returned io.EOF; what else it returns makes the recipe worthless.
+func (r *Reader) Record(w *recipe.Writer) {
+	r.recipe, r.below = w, w.Tap(r.stream)
+	r.tar = tar.NewReader(r.below)
 }
 
 // Close ends reading. It does not close the blob's own reader.
@@ -74,6 +86,9 @@ func (r *Reader) Next() (*Entry, error) {
 			break
 		}
 		if e != nil {
+			if e.Size > 0 && r.recipe != nil {
+				r.recipe.Next()
+			}
 			return e, nil
 		}
 	}
@@ -85,7 +100,13 @@ func (r *Reader) Read(p []byte) (int, error) {
 	if r.err != nil {
 		return 0, r.err
 	}
-	n, err := r.tar.Read(p)
+	var n int
+	var err error
+	if r.recipe != nil {
+		n, err = r.recipe.Read(r.tar, p)
+	} else {
+		n, err = r.tar.Read(p)
+	}
 	r.read += int64(n)
 	if err == nil && r.read > r.opts.Expansion+r.opts.MaxRatio*r.stream.source.n.Load() {
 		err = refusal{reason: fmt.Sprintf("the first %d bytes of the blob hold files of more than %d, the limit of this server",
@@ -217,7 +238,7 @@ const (
 
 // finish reads what follows the tar stream. It returns io.EOF when all is well.
 func (r *Reader) finish() error {
-	if err := r.stream.drain(); err != nil {
+	if err := drain(r.below); err != nil {
 		return err
 	}
 	r.done = true

@@ -230,10 +230,10 @@ func (s *stream) Read(p []byte) (int, error) {
 }
 
 // drain reads the rest of the tar stream, which must be zeros, and of the blob.
-func (s *stream) drain() error {
+func drain(stream io.Reader) error {
 	buf := make([]byte, 32<<10)
 	for {
-		n, err := s.Read(buf)
+		n, err := stream.Read(buf)
 		for _, b := range buf[:n] {
 			if b != 0 {
 				return refusal{reason: "data after the end of the tar stream"}
