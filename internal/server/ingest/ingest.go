@@ -10,8 +10,8 @@
 // that leave something behind come in this order:
 //
 //  1. packs, committed as they fill; the catalog does not know them yet;
-//  2. when the blob was read to its end and found right: the entry list, an
-//     object named by the blob's digest;
+//  2. when the blob was read to its end and found right: the entry list and the
+//     recipe, objects named by the blob's digest;
 //  3. the packs, told to the catalog;
 //  4. the catalog's Layer row. That is the commit point.
 //
@@ -19,8 +19,8 @@
 // else can have come to use it. A process that is killed there leaves packs that
 // the catalog does not know: they take room and do no harm. From step 3 on,
 // there are segments that are as good as any, and the next ingest of the layer
-// finds them stored. An entry list without a row is replaced by that one: equal
-// blobs have equal lists.
+// finds them stored. An entry list or a recipe without a row is replaced by that
+// one: equal blobs have equal lists, and recipes of equal worth.
 //
 // A refusal is recorded in the Layer row, so that it is found once; a failure
 // to read, to write or of the context is not, nor is a blob whose bytes do not
@@ -30,8 +30,8 @@
 //
 // # Memory
 //
-// One ingest needs some 30 MiB with two workers (buffers of layer.Reader,
-// segment.Splitter and dedup.Writer), up to 128 MiB more for a zstd blob that
+// One ingest needs some 50 MiB with two workers (buffers of layer.Reader,
+// segment.Splitter, recipe.Writer and dedup.Writer), up to 128 MiB more for a zstd blob that
 // wants such a window, and grows by 60 bytes for each distinct segment of the
 // layer and by 72 for each segment of the one file at hand. The catalog's caches
 // fill up besides, to their own bounds. BenchmarkIngestMemory measures all of it
@@ -86,6 +86,7 @@ type Ingester struct {
 	Metrics *Metrics
 
 	flights flights
+	work    work // layers that are being read
 	once    sync.Once
 	slots   chan struct{} // set by once
 }
@@ -173,7 +174,11 @@ func (g *Ingester) slot(ctx context.Context) (release func(), err error) {
 	})
 	select {
 	case g.slots <- struct{}{}:
-		return func() { <-g.slots }, nil
+		g.work.begin()
+		return func() {
+			g.work.end()
+			<-g.slots
+		}, nil
 	case <-ctx.Done():
 		return nil, ctx.Err()
 	}
@@ -202,9 +207,14 @@ func (g *Ingester) ingest(ctx context.Context, d Descriptor) (row catalog.Layer,
 		return row, err
 	}
 	defer object.Close()
+	made, err := g.newRecipe(ctx, d.Digest)
+	if err != nil {
+		return row, err
+	}
+	defer made.drop()
 
 	row = catalog.Layer{Blob: d.Digest, Entries: key}
-	if err := g.read(ctx, blob, d, packs, object, &row); err != nil {
+	if err := g.read(ctx, blob, d, packs, object, made, &row); err != nil {
 		return row, err
 	}
 	if err := packs.Finish(); err != nil {
@@ -213,21 +223,26 @@ func (g *Ingester) ingest(ctx context.Context, d Descriptor) (row catalog.Layer,
 	if err := object.Commit(); err != nil {
 		return row, fmt.Errorf("commit entry list %s: %w", key, err)
 	}
+	if row.Recipe, err = made.commit(); err != nil {
+		return row, err
+	}
 	if err := packs.Publish(); err != nil {
 		return row, err
 	}
 	g.Metrics.stored(packs.Stats())
+	g.Metrics.recipe(row.Recipe.Size)
 	return row, nil
 }
 
-// read takes the blob apart: segments to packs, entries to list.
-func (g *Ingester) read(ctx context.Context, blob io.Reader, d Descriptor, packs *dedup.Writer, list io.Writer, row *catalog.Layer) error {
+// read takes the blob apart: segments to packs, entries to list, what is left to made.
+func (g *Ingester) read(ctx context.Context, blob io.Reader, d Descriptor, packs *dedup.Writer, list io.Writer, made *recipeObject, row *catalog.Layer) error {
 	// The config's diff ID is compared by Layer: see the package comment.
 	r, err := layer.NewReader(ctx, blob, layer.Descriptor{Digest: d.Digest, Size: d.Size}, g.Options.Limits)
 	if err != nil {
 		return err
 	}
 	defer r.Close()
+	r.Record(made.Writer)
 	entries, err := layer.NewListWriter(list)
 	if err != nil {
 		return err
@@ -254,7 +269,7 @@ func (g *Ingester) read(ctx context.Context, blob io.Reader, d Descriptor, packs
 		return err
 	}
 	row.DiffID, row.Size, row.Files = r.DiffID(), r.Size(), r.Files()
-	return nil
+	return made.finish(d.Digest, row.DiffID)
 }
 
 // EntriesKey is where the entry list of a layer blob rests.

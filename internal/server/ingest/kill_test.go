@@ -208,6 +208,7 @@ func TestKilledAtAnyStep(t *testing.T) {
 			switch {
 			case key == r.Key, strings.HasPrefix(key, "packs/"):
 			case key == ingest.EntriesKey(layers[0].Digest), key == ingest.EntriesKey(layers[1].Digest):
+			case key == ingest.RecipeKey(layers[0].Digest), key == ingest.RecipeKey(layers[1].Digest):
 			default:
 				t.Errorf("killed at step %d: %s is left", at, key)
 			}

@@ -123,6 +123,26 @@ func descriptors(m *bundles.Resolved) []ingest.Descriptor {
 	return layers
 }
 
+// makeRecipes makes, in the background, the recipes of layers that were ingested
+// before there were any. It ends when close is called.
+func makeRecipes(g *ingest.Ingester, blobs objects.Store, log *slog.Logger) (close func() error) {
+	ctx, cancel := context.WithCancel(context.Background())
+	var work sync.WaitGroup
+	work.Go(func() {
+		err := g.MakeRecipes(ctx, blobs, func(blob digest.Digest, err error) {
+			log.Warn("a recipe cannot be made: workers cannot prove images of this layer", "layer", blob, "error", err)
+		})
+		if err != nil && ctx.Err() == nil {
+			log.Error("recipes are not made until the server is started again", "error", err)
+		}
+	})
+	return func() error {
+		cancel()
+		work.Wait()
+		return nil
+	}
+}
+
 // queue prepares images in the background, one after the other, as they are
 // pushed. What does not fit, or was not prepared when the server ended, is
 // prepared by its first pull.

@@ -137,9 +137,10 @@ func Start(ctx context.Context, opts Options) (_ *Server, err error) {
 
 // parts are what the server is assembled of.
 type parts struct {
-	local    *sqlite.Catalog // below the root
-	catalog  catalog.Catalog // local, or the accelerator's view of it
-	store    objects.Store
+	local    *sqlite.Catalog       // below the root
+	catalog  catalog.Catalog       // local, or the accelerator's view of it
+	here     objects.Store         // below the root
+	store    objects.Store         // here, or the accelerator's view of it
 	front    *upstream.Accelerator // nil: this is no accelerator
 	ingester *ingest.Ingester
 	bundle   *bundles.Handler
@@ -190,7 +191,7 @@ func (s *Server) openStores(ctx context.Context, p *parts) error {
 	if err := checkUpstream(ctx, root, s.opts.Upstream.URL, p.local); err != nil {
 		return err
 	}
-	p.store, p.catalog = dir, p.local
+	p.here, p.store, p.catalog = dir, dir, p.local
 	if s.opts.Upstream.URL == "" {
 		return nil
 	}
@@ -221,7 +222,7 @@ func (s *Server) openServices(p *parts) (err error) {
 	})
 	s.closers = append(s.closers, p.bundle.Close)
 	p.queue = newQueue(p.bundle, p.front, p.catalog, s.log)
-	s.closers = append(s.closers, p.queue.Close)
+	s.closers = append(s.closers, p.queue.Close, makeRecipes(p.ingester, p.here, s.log))
 	p.registry, err = registry.New(registry.Options{
 		Store:      p.store,
 		Catalog:    p.catalog,
