@@ -56,10 +56,16 @@ func makeImage(t *testing.T, layers ...layertest.Layer) image {
 	return m
 }
 
-// push does what clients do: a blob that is there is not sent.
+// push pushes it as r:1.
 func (m image) push(t *testing.T, addr string) {
 	t.Helper()
-	base := "http://" + addr + "/v2/r/"
+	m.pushTo(t, addr, "r")
+}
+
+// pushTo does what clients do: a blob that is there is not sent.
+func (m image) pushTo(t *testing.T, addr, repository string) {
+	t.Helper()
+	base := "http://" + addr + "/v2/" + repository + "/"
 	for _, b := range m.blobs {
 		d := digest.FromBytes(b)
 		res, err := http.Head(base + "blobs/" + d.String())

@@ -123,6 +123,14 @@ func descriptors(m *bundles.Resolved) []ingest.Descriptor {
 	return layers
 }
 
+// recipeOf lets the bundle endpoint have the recipe of a layer, whose rootfs it had made
+// before.
+func recipeOf(g *ingest.Ingester) func(context.Context, *bundles.Resolved, int) (catalog.Layer, error) {
+	return func(ctx context.Context, m *bundles.Resolved, n int) (catalog.Layer, error) {
+		return g.Recipe(ctx, descriptors(m)[n])
+	}
+}
+
 // makeRecipes makes, in the background, the recipes of layers that were ingested
 // before there were any. It ends when close is called.
 func makeRecipes(g *ingest.Ingester, blobs objects.Store, log *slog.Logger) (close func() error) {

@@ -217,6 +217,7 @@ func (s *Server) openServices(p *parts) (err error) {
 		Objects:    p.store,
 		Rootfs:     fetched(p.front, rootfsOf(p.ingester.Rootfs, p.catalog, p.store, s.log)),
 		Repair:     fetched(p.front, rootfsOf(repair(p.ingester, p.store), p.catalog, p.store, s.log)),
+		Recipe:     recipeOf(p.ingester),
 		StartupMax: s.opts.StartupMax,
 		Log:        s.log,
 	})
@@ -247,7 +248,7 @@ func (s *Server) route(p *parts) http.Handler {
 	}
 	mux.Handle("/v2", v2)
 	mux.Handle("/v2/", v2)
-	for _, path := range []string{format.PullPath, format.PromotePath, format.WarmPath, format.TracePath, format.StartupPath} {
+	for _, path := range []string{format.PullPath, format.PromotePath, format.WarmPath, format.TracePath, format.StartupPath, format.RecipePath, format.ContentsPath} {
 		mux.Handle(path, p.bundle)
 	}
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, req *http.Request) {
