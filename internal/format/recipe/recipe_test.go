@@ -119,9 +119,14 @@ func TestLiterals(t *testing.T) {
 		noise[i] = byte(x >> 24)
 	}
 	file := string(noise)
+	var small lt.Layer
+	for i := range 200 {
+		small = append(small, lt.File(fmt.Sprint(i), 0o644, file[20*i:][:20]))
+	}
 	end := string(make([]byte, 1024))
 	for name, stream := range map[string][]byte{
 		"plain":       lt.Layer{lt.File("a", 0o644, file), lt.Link("b", "a"), lt.File("c", 0o644, file[1:])}.TarBytes(t),
+		"small":       small.TarBytes(t),
 		"sparse GNU":  []byte(string(lt.Sparse(lt.SparseGNU, "s", 9<<20, fragments(file)...)) + end),
 		"sparse 0.0":  []byte(string(lt.Sparse(lt.SparsePAX00, "s", 9<<20, fragments(file)...)) + end),
 		"sparse 0.1":  []byte(string(lt.Sparse(lt.SparsePAX01, "s", 9<<20, fragments(file)...)) + end),
@@ -238,6 +243,39 @@ func TestAnyStream(t *testing.T) {
 		skip := rapid.SliceOf(rapid.IntRange(0, 9)).Draw(t, "skip")
 		checkExact(t, stream, skip...)
 	})
+}
+
+// TestOtherBytes: what is not as it passed is literal, wherever it went.
+func TestOtherBytes(t *testing.T) {
+	stream := strings.Repeat("what passed and is not what was read ", 20)
+	for name, read := range map[string]func(p []byte) []byte{
+		"other":    bytes.ToUpper,
+		"the end":  func(p []byte) []byte { return p[len(p)/2:] },
+		"the rest": func(p []byte) []byte { return p[:len(p)*3/4] },
+		"nothing":  func([]byte) []byte { return nil },
+	} {
+		var out bytes.Buffer
+		w := recipe.NewWriter(&out)
+		below := w.Tap(strings.NewReader(stream))
+		w.Next()
+		content, err := io.ReadAll(readerFunc(func(p []byte) (int, error) {
+			return w.Read(readerFunc(func(p []byte) (int, error) {
+				b := make([]byte, len(p))
+				n, err := io.ReadFull(below, b)
+				if err == io.ErrUnexpectedEOF {
+					err = io.EOF
+				}
+				return copy(p, read(b[:n])), err
+			}), p)
+		}))
+		if err = errors.Join(err, w.Close(recipe.End{})); err != nil {
+			t.Fatal(err)
+		}
+		got, _, err := play(out.Bytes(), [][]byte{content})
+		if string(got) != stream || err != nil {
+			t.Errorf("%s: made %q, %v", name, got, err)
+		}
+	}
 }
 
 // TestPieces: how reads cut the stream changes nothing.
@@ -419,6 +457,18 @@ func TestLimits(t *testing.T) {
 		_, err := io.ReadAll(recipe.NewReader(bytes.NewReader(encoded), from(contents), tc.limits))
 		if tc.err == "" && err != nil || tc.err != "" && (err == nil || !strings.Contains(err.Error(), tc.err)) {
 			t.Errorf("%s: %v, want %q", name, err, tc.err)
+		}
+	}
+}
+
+// TestLimitOfARange: nothing is made of a range that does not fit with what comes before it.
+func TestLimitOfARange(t *testing.T) {
+	b := coded{blocks: [][5][]byte{ranges([]uint64{2}, []uint64{0}, []uint64{0}, []uint64{2}, "xy")}, size: 4, contents: 1}.bytes()
+	for size, want := range map[int64]string{4: "xyab", 3: ""} {
+		r := recipe.NewReader(bytes.NewReader(b), from([][]byte{[]byte("ab")}), recipe.Limits{Size: size})
+		got, err := io.ReadAll(r)
+		if string(got) != want || (err == nil) != (size == 4) {
+			t.Errorf("at most %d bytes: %q, %v", size, got, err)
 		}
 	}
 }

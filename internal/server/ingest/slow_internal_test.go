@@ -66,3 +66,34 @@ func TestSlowReader(t *testing.T) {
 		}
 	})
 }
+
+// TestSlotsAreWork: what has a slot keeps others waiting until it gives it back.
+func TestSlotsAreWork(t *testing.T) {
+	g := &Ingester{Options: Options{Parallel: 2}}
+	ended, cancel := context.WithCancel(t.Context())
+	cancel()
+	var release []func()
+	for range 2 {
+		r, err := g.slot(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		release = append(release, r)
+	}
+	for i, want := range []bool{false, true} {
+		release[i]()
+		g.work.mu.Lock()
+		if none := g.work.none == nil; none != want {
+			t.Errorf("after %d of 2 no work: %v", i+1, none)
+		}
+		g.work.mu.Unlock()
+	}
+	r, err := g.slot(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r()
+	if err := g.work.wait(ended); !errors.Is(err, context.Canceled) {
+		t.Errorf("with work, an ended wait: %v", err)
+	}
+}
