@@ -13,6 +13,9 @@ import (
 )
 
 // Descriptor says which layer is read.
+//
+// If Digest is DiffID, the blob is the tar stream itself: it is taken as it is, and
+// hashed once.
 type Descriptor struct {
 	Digest digest.Digest // of the blob
 	Size   int64         // of the blob, bytes; 0: not known
@@ -51,7 +54,7 @@ func NewReader(ctx context.Context, r io.Reader, d Descriptor, o Options) (*Read
 		diff = d.DiffID.Algorithm()
 	}
 	o = o.withDefaults()
-	s := newStream(ctx, r, d.Digest.Algorithm(), diff, o)
+	s := newStream(ctx, r, d.Digest.Algorithm(), diff, d.Digest == d.DiffID, o)
 	return &Reader{desc: d, opts: o, stream: s, below: s, tar: tar.NewReader(s)}, nil
 }
 
@@ -109,7 +112,7 @@ func (r *Reader) Read(p []byte) (int, error) {
 	}
 	r.read += int64(n)
 	if err == nil && r.read > r.opts.Expansion+r.opts.MaxRatio*r.stream.source.n.Load() {
-		err = refusal{reason: fmt.Sprintf("the first %d bytes of the blob hold files of more than %d, the limit of this server",
+		err = refusal{reason: fmt.Sprintf("the first %d bytes of the blob hold files of more than %d, the limit",
 			r.stream.source.n.Load(), r.read)}
 	}
 	if err != nil && err != io.EOF {
@@ -128,6 +131,9 @@ func (r *Reader) DiffID() digest.Digest {
 	algorithm := digest.SHA256
 	if r.desc.DiffID != "" {
 		algorithm = r.desc.DiffID.Algorithm()
+	}
+	if r.stream.plain {
+		return digest.NewDigest(algorithm, r.stream.source.hash)
 	}
 	return digest.NewDigest(algorithm, r.stream.diff)
 }
@@ -157,7 +163,7 @@ func (r *Reader) next() (*Entry, error) {
 	}
 	r.entry = h.Name
 	if r.entries++; r.entries > r.opts.MaxEntries {
-		return nil, refusal{reason: fmt.Sprintf("more than %d entries, the limit of this server", r.opts.MaxEntries)}
+		return nil, refusal{reason: fmt.Sprintf("more than %d entries, the limit", r.opts.MaxEntries)}
 	}
 	e, err := r.header(h)
 	if err != nil {
@@ -169,10 +175,10 @@ func (r *Reader) next() (*Entry, error) {
 	if e.Type == Regular {
 		r.files++
 		if e.Size > r.opts.MaxFile {
-			return nil, refusal{reason: fmt.Sprintf("file of %d bytes, the limit of this server is %d", e.Size, r.opts.MaxFile)}
+			return nil, refusal{reason: fmt.Sprintf("file of %d bytes, the limit is %d", e.Size, r.opts.MaxFile)}
 		}
 		if r.content += e.Size; r.content > r.opts.MaxContent {
-			return nil, refusal{reason: fmt.Sprintf("files of more than %d bytes in all, the limit of this server", r.opts.MaxContent)}
+			return nil, refusal{reason: fmt.Sprintf("files of more than %d bytes in all, the limit", r.opts.MaxContent)}
 		}
 	}
 	return e, nil

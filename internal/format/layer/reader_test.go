@@ -159,6 +159,25 @@ func TestSparseFiles(t *testing.T) {
 	}
 }
 
+// TestTheStreamItself: what is named as the tar stream is not decompressed.
+func TestTheStreamItself(t *testing.T) {
+	b := lt.Layer{lt.File("a", 0o644, "data")}.Gzip(t)
+	_, err := read(bytes.NewReader(b.Bytes), layer.Descriptor{Digest: b.Digest, DiffID: b.Digest}, layer.Options{})
+	if refused, ok := errors.AsType[*layer.RefusedError](err); !ok || !strings.Contains(refused.Reason, "truncated") && !strings.Contains(refused.Reason, "header") {
+		t.Errorf("a gzip blob: %v", err)
+	}
+	plain := lt.Layer{lt.File("a", 0o644, "data")}.Tar(t)
+	files, err := read(bytes.NewReader(plain.Bytes), layer.Descriptor{Digest: plain.Digest, DiffID: plain.Digest}, layer.Options{})
+	if err != nil || len(files) != 1 {
+		t.Errorf("%d files, %v", len(files), err)
+	}
+	other := digest.FromString("other")
+	_, err = read(bytes.NewReader(plain.Bytes), layer.Descriptor{Digest: other, DiffID: other}, layer.Options{})
+	if wrong, ok := errors.AsType[*layer.DigestError](err); !ok || wrong.Got != plain.Digest || wrong.Want != other {
+		t.Errorf("another stream: %v", err)
+	}
+}
+
 // TestRecord: the recipe of a layer makes its tar stream again of the files that
 // its reader got, numbered by their order in the list.
 func TestRecord(t *testing.T) {

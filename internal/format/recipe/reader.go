@@ -29,7 +29,7 @@ type Limits struct {
 
 // Reader plays a recipe: it reads the tar stream. It is for one goroutine.
 //
-// It holds one block (some 12 MiB at most) and believes no number before what
+// It holds one block (some 5 MiB at most) and believes no number before what
 // it counts is there. Its work is that of the bytes that it reads and returns.
 type Reader struct {
 	r      *bufio.Reader

@@ -80,8 +80,8 @@ const MediaType = "application/vnd.hydrofoil.recipe.v1"
 // Limits of what one block holds, and what a reader allocates at most: some
 // three times MaxBlock.
 const (
-	MaxLiterals = 4 << 20
-	MaxRanges   = 1 << 16
+	MaxLiterals = 1 << 20
+	MaxRanges   = 1 << 14
 	MaxBlock    = MaxLiterals + 4*maxNumbers + 5*columns.MaxHead
 	MaxChunk    = 1 << 20 // of the compression's payload
 

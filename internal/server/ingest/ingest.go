@@ -28,9 +28,16 @@
 // that differs from the image config's (another image may have it right: the
 // layer is ingested, and refused to this image).
 //
+// # The recipe
+//
+// Its writer compares what it saw of the tar stream with what files gave, so a
+// recipe is right by what it is made from. It is not played at ingest: that takes a
+// tenth of the time of an ingest, and finds what reading the packs finds as well.
+// Who plays one compares the digest of what comes out.
+//
 // # Memory
 //
-// One ingest needs some 50 MiB with two workers (buffers of layer.Reader,
+// One ingest needs some 60 MiB with two workers (buffers of layer.Reader,
 // segment.Splitter, recipe.Writer and dedup.Writer), up to 128 MiB more for a zstd blob that
 // wants such a window, and grows by 60 bytes for each distinct segment of the
 // layer and by 72 for each segment of the one file at hand. The catalog's caches
