@@ -2,6 +2,7 @@ package serve_test
 
 import (
 	"bytes"
+	"context"
 	"database/sql"
 	"encoding/json"
 	"errors"
@@ -15,10 +16,13 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/go-cmp/cmp"
 	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/format/flatten"
+	"hydrofoil.dev/foil/internal/format/layer"
 	"hydrofoil.dev/foil/internal/format/layer/layertest"
 	"hydrofoil.dev/foil/internal/format/recipe"
 	"hydrofoil.dev/foil/internal/format/segment"
@@ -129,8 +133,44 @@ func headerOf(addr string) (config ocispec.Image, d digest.Digest, x *toc.TOC, e
 	}
 }
 
-// proof makes the tar stream of each layer from what a worker of the image has, which is
-// files, and what it asks for. It returns how many contents it had to ask for.
+// entries are those of a layer.
+type entries []*layer.Entry
+
+// Next implements flatten.Entries.
+func (l *entries) Next() (*layer.Entry, error) {
+	if len(*l) == 0 {
+		return nil, io.EOF
+	}
+	e := (*l)[0]
+	*l = (*l)[1:]
+	return e, nil
+}
+
+// parse reads a tar stream whose digest is to be diffID.
+func parse(stream io.Reader, diffID digest.Digest) (list entries, err error) {
+	r, err := layer.NewReader(context.Background(), stream, layer.Descriptor{Digest: diffID, DiffID: diffID}, layer.Options{})
+	if err != nil {
+		return nil, err
+	}
+	defer r.Close()
+	splitter := segment.NewSplitter(nil)
+	for {
+		e, err := r.Next()
+		if err == io.EOF {
+			return list, nil
+		}
+		if err == nil && e.Size > 0 {
+			err = e.Split(splitter, r, func(segment.ID, []byte) error { return nil })
+		}
+		if err != nil {
+			return nil, err
+		}
+		list = append(list, e)
+	}
+}
+
+// proof proves an image as a worker does: it makes the tar stream of each layer from what it has, which is
+// files, and what it asks for, and flattens these streams. It returns how many contents it had to ask for.
 func proof(addr string, files []string) (asked int, err error) {
 	config, d, x, err := headerOf(addr)
 	if err != nil {
@@ -140,6 +180,7 @@ func proof(addr string, files []string) (asked int, err error) {
 	for _, f := range files {
 		byID[segment.Sum([]byte(f))] = []byte(f)
 	}
+	var layers []flatten.Layer
 	for n, diffID := range config.RootFS.DiffIDs {
 		places, encoded, err := askRecipe(addr, n)
 		if err != nil {
@@ -171,13 +212,21 @@ func proof(addr string, files []string) (asked int, err error) {
 			}
 			return bytes.NewReader(b[offset:]), nil
 		}, recipe.Limits{Contents: int64(len(places.Numbers))})
-		got, err := digest.SHA256.FromReader(r)
+		list, err := parse(r, diffID)
 		if err != nil {
 			return asked, fmt.Errorf("layer %d: %w", n, err)
 		}
-		if got != diffID {
-			return asked, fmt.Errorf("layer %d is %s, want %s", n, got, diffID)
-		}
+		layers = append(layers, flatten.Layer{Digest: diffID, DiffID: diffID, Entries: &list})
+	}
+	if x.Rules != flatten.Version {
+		return asked, fmt.Errorf("a TOC by rules %d", x.Rules)
+	}
+	again, err := flatten.Rootfs(context.Background(), layers)
+	if err != nil {
+		return asked, err
+	}
+	if diff := cmp.Diff(x, again); diff != "" {
+		return asked, fmt.Errorf("the layers flatten to another TOC:\n%s", diff)
 	}
 	return asked, nil
 }
