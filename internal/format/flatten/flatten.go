@@ -37,7 +37,8 @@
 // Whoever has the same layers gets an equal TOC. So a change of these rules, or
 // of how package layer reads entries, after which some layers give another TOC,
 // is a new Version, which every TOC names (toc.TOC.Rules). Workers compare by
-// the version of the TOC, so what old TOCs were made by stays.
+// the version of the TOC, so what old TOCs were made by stays. What archive/tar
+// makes of a stream is part of the rules: look at its changes before a new Go.
 package flatten
 
 import (
