@@ -232,52 +232,86 @@ func (a *layerAnswer) contents(ctx context.Context) error {
 		return err
 	}
 	defer pieces.Close()
-	s := sections{a: a}
-	segments := store.NewReader()
+	s := sections{a: a, store: store, segments: store.NewReader()}
 	for {
 		p, err := pieces.Next(ctx)
 		if err == io.EOF {
 			return s.send()
 		}
+		if err == nil {
+			err = s.piece(ctx, p)
+		}
 		if err != nil {
-			return err
-		}
-		var b []byte
-		if p.Place.Frame != nil {
-			if b, err = segments.Segment(ctx, p.Place); err != nil {
-				return err
-			}
-			// The worker hashes the whole layer, and could not tell which piece is wrong.
-			if segment.Sum(b) != p.ID {
-				return fmt.Errorf("segment %s in pack %s: %w", p.ID, p.Place.Frame.Pack, errDamaged)
-			}
-		}
-		if err := s.add(p, b); err != nil {
 			return err
 		}
 	}
 }
 
-// sections puts pieces together.
+// sections puts pieces together. Each is compared with its ID: the worker hashes the whole
+// layer, and could not tell which piece is wrong.
 type sections struct {
-	a    *layerAnswer
-	next bundle.Contents
-	raw  []byte // of next
-	last int64  // content of the last piece that was sent
+	a        *layerAnswer
+	store    *dedup.Store
+	segments *dedup.Reader
+	next     bundle.Contents
+	raw      []byte // of next
+	alone    []byte // of the last piece that had a frame of its own
+	last     int64  // content of the last piece that was sent
 }
 
-// add sends what is full.
-func (s *sections) add(p *restore.Piece, b []byte) error {
+// piece adds one.
+func (s *sections) piece(ctx context.Context, p *restore.Piece) error {
+	f := p.Place.Frame
+	if f != nil && len(f.Segments) == 1 {
+		return s.frame(ctx, p)
+	}
+	var b []byte
+	if f != nil {
+		var err error
+		if b, err = s.segments.Segment(ctx, p.Place); err != nil {
+			return err
+		}
+		if err := verify(p, b); err != nil {
+			return err
+		}
+	}
 	if len(s.next.Pieces) == bundle.MaxPieces || len(s.raw)+len(b) > segment.FrameTarget && len(s.raw) > 0 {
 		if err := s.send(); err != nil {
 			return err
 		}
 	}
-	s.next.Pieces = append(s.next.Pieces, bundle.ContentPiece{Content: p.Content, Length: p.Length, Hole: b == nil})
+	s.next.Pieces = append(s.next.Pieces, bundle.ContentPiece{Content: p.Content, Length: p.Length, Hole: f == nil})
 	s.raw = append(s.raw, b...)
 	return nil
 }
 
+// frame sends a piece that has a frame of its own, which goes as it is stored.
+func (s *sections) frame(ctx context.Context, p *restore.Piece) error {
+	if err := s.send(); err != nil {
+		return err
+	}
+	encoded, err := s.store.ReadFrame(ctx, p.Place.Frame)
+	if err != nil {
+		return err
+	}
+	if s.alone, err = segment.DecodeFrame(s.alone[:0], encoded, int(p.Length)); err != nil {
+		return err
+	}
+	if err := verify(p, s.alone); err != nil {
+		return err
+	}
+	return s.write(&bundle.Contents{Pieces: []bundle.ContentPiece{{Content: p.Content, Length: p.Length}}, Frame: encoded})
+}
+
+// verify compares a piece with its ID.
+func verify(p *restore.Piece, b []byte) error {
+	if segment.Sum(b) != p.ID {
+		return fmt.Errorf("segment %s in pack %s: %w", p.ID, p.Place.Frame.Pack, errDamaged)
+	}
+	return nil
+}
+
+// send sends what was put together.
 func (s *sections) send() error {
 	if len(s.next.Pieces) == 0 {
 		return nil
@@ -292,10 +326,15 @@ func (s *sections) send() error {
 	} else {
 		c.Frame = nil
 	}
-	if err := errors.Join(s.a.w.Contents(&c, s.last), s.a.flush()); err != nil {
+	err := s.write(&c)
+	s.next.Pieces, s.raw = s.next.Pieces[:0], s.raw[:0]
+	return err
+}
+
+func (s *sections) write(c *bundle.Contents) error {
+	if err := errors.Join(s.a.w.Contents(c, s.last), s.a.flush()); err != nil {
 		return writeFailed{err}
 	}
 	s.last = c.Pieces[len(c.Pieces)-1].Content
-	s.next.Pieces, s.raw = s.next.Pieces[:0], s.raw[:0]
 	return nil
 }
