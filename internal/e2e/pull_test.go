@@ -15,8 +15,8 @@ import (
 
 	"bytes"
 
+	"hydrofoil.dev/foil/internal/format/layer/layertest"
 	"hydrofoil.dev/foil/internal/fstest"
-	"hydrofoil.dev/foil/internal/server/layer/layertest"
 	"hydrofoil.dev/foil/internal/worker/api"
 )
 

@@ -32,10 +32,11 @@ type Bytes struct {
 	Segments []Segment
 }
 
-// Build puts the tree into canonical order. It does not keep anything of it.
+// Build puts the tree into canonical order. It does not keep anything of it. The
+// rules are 1; who made the tree by others says so in the TOC.
 func Build(chainID digest.Digest, root *File) (*TOC, error) {
 	b := builder{
-		t:        &TOC{ChainID: chainID, Xattrs: [][]Xattr{nil}},
+		t:        &TOC{ChainID: chainID, Rules: 1, Xattrs: [][]Xattr{nil}},
 		inodes:   map[*File]uint32{},
 		contents: map[segment.ID]int32{},
 		xattrs:   map[string]uint32{"\x00": 0},

@@ -30,7 +30,7 @@ func Decode(encoded []byte) (*TOC, error) {
 	return t, nil
 }
 
-// DecodeContents reads of what Encode wrote the chain ID, the contents and their segments, and
+// DecodeContents reads of what Encode wrote the chain ID, the rules, the contents and their segments, and
 // looks at nothing else, nor whether a content is there twice: it is for who wrote the TOC,
 // and knows by its digest that it is that one. Errors: ErrCorrupt.
 func DecodeContents(encoded []byte) (*TOC, error) {
@@ -38,7 +38,7 @@ func DecodeContents(encoded []byte) (*TOC, error) {
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrCorrupt, err)
 	}
-	t := &TOC{ChainID: digest.Digest(d.col[colChainID].B)}
+	t := &TOC{ChainID: digest.Digest(d.col[colChainID].B), Rules: d.rules}
 	d.count = columns.Numbers(d.col[colSizes].B)
 	err = d.contents(t)
 	for _, i := range []int{colSizes, colSegments, colDigests} {
@@ -69,10 +69,16 @@ func newDecoder(encoded []byte, wanted ...int) (*decoder, error) {
 	if !ok || len(rest) == 0 {
 		return nil, errors.New("it does not start like one")
 	}
-	if rest[0] != version {
-		return nil, fmt.Errorf("version %d, this program reads %d", rest[0], version)
+	d := &decoder{rest: rest[1:], rules: 1}
+	switch {
+	case rest[0] == versionFirst:
+	case rest[0] != versionRules:
+		return nil, fmt.Errorf("version %d, this program reads %d and %d", rest[0], versionFirst, versionRules)
+	case len(d.rest) == 0 || d.rest[0] < 2:
+		return nil, fmt.Errorf("version %d with the rules of version %d", versionRules, versionFirst)
+	default:
+		d.rules, d.rest = d.rest[0], d.rest[1:]
 	}
-	d := &decoder{rest: rest[1:]}
 	return d, d.readColumns(wanted)
 }
 
@@ -81,7 +87,7 @@ func decode(encoded []byte) (*TOC, error) {
 	if err != nil {
 		return nil, err
 	}
-	t := &TOC{ChainID: digest.Digest(d.col[colChainID].B)}
+	t := &TOC{ChainID: digest.Digest(d.col[colChainID].B), Rules: d.rules}
 	d.count = columns.Numbers(d.col[colSizes].B)
 	// Contents and names have nothing to do with each other, and a container waits for both.
 	var contents error
@@ -121,6 +127,7 @@ func (d *decoder) names(t *TOC) error {
 
 type decoder struct {
 	rest  []byte
+	rules uint8
 	col   [colCount]columns.Reader
 	count int // of contents
 }

@@ -11,8 +11,10 @@ import (
 )
 
 const (
-	magic   = "HFTOC\r\n"
-	version = 1
+	magic = "HFTOC\r\n"
+	// A TOC by the first rules has no number of them.
+	versionFirst = 1
+	versionRules = 2
 
 	maxRaw = 256 << 20 // bytes of all columns together
 )
@@ -56,7 +58,10 @@ func Encode(t *TOC) ([]byte, error) {
 		c[colXattrs] = appendXattrs(c[colXattrs], set)
 	}
 
-	out := append([]byte(magic), version)
+	out := append([]byte(magic), versionFirst)
+	if t.Rules > 1 {
+		out = append([]byte(magic), versionRules, t.Rules)
+	}
 	raw := 0
 	for i, col := range c {
 		raw += len(col)

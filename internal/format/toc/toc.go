@@ -4,9 +4,16 @@
 //
 // # Encoded
 //
-// An encoded TOC is the seven bytes "HFTOC\r\n", the version (1, one byte) and
-// the columns below, each once and in this order, as package columns codes
-// them; nothing follows the last one. A varint is a uvarint in zigzag form.
+// An encoded TOC is the seven bytes "HFTOC\r\n", the version (one byte), which
+// is 1 or 2, in version 2 the rules (one byte), and the columns below, each once
+// and in this order, as package columns codes them; nothing follows the last
+// one. A varint is a uvarint in zigzag form.
+//
+// The rules are the version of the rules by which layers became this TOC: of
+// reading their entries (package layer) and of flattening these (package
+// flatten). Who flattens the layers anew to compare does it by the same rules.
+// In version 1 they are 1, as in all TOCs that were made before there was a
+// version 2; in version 2 they are 2 to 255.
 //
 //	chain ID  its text
 //	attrs     the distinct (mode, uid, gid, xattr set) of inodes, four uvarints
@@ -58,7 +65,9 @@ import (
 // in which inodes first use them. Validate checks all of this.
 type TOC struct {
 	// ChainID is the OCI chain ID of the layers this rootfs was made from.
-	ChainID  digest.Digest
+	ChainID digest.Digest
+	// Rules is the version of the rules that it was made by, at least 1.
+	Rules    uint8
 	Inodes   []Inode
 	Dirents  []Dirent
 	Contents []Content // distinct, none empty

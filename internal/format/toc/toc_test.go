@@ -108,7 +108,7 @@ func roundTrip(t interface {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if d := cmp.Diff(&toc.TOC{ChainID: want.ChainID, Contents: want.Contents, Segments: want.Segments}, contents, equate); d != "" {
+	if d := cmp.Diff(&toc.TOC{ChainID: want.ChainID, Rules: want.Rules, Contents: want.Contents, Segments: want.Segments}, contents, equate); d != "" {
 		t.Fatal(d)
 	}
 	if n, err := toc.CountSegments(b); err != nil || n != len(want.Segments) {
@@ -342,9 +342,50 @@ func TestDecodeDamaged(t *testing.T) {
 	if _, err := toc.Decode(append(bytes.Clone(b), 0)); !errors.Is(err, toc.ErrCorrupt) {
 		t.Errorf("one byte more: %v", err)
 	}
-	b[len("HFTOC\r\n")]++
-	if _, err := toc.Decode(b); err == nil || !strings.Contains(err.Error(), "version 2") {
+	b[len("HFTOC\r\n")] = 3
+	if _, err := toc.Decode(b); err == nil || !strings.Contains(err.Error(), "version 3") {
 		t.Errorf("another version: %v", err)
+	}
+}
+
+// TestRules: a TOC by later rules names them, one by the first is as it always was.
+func TestRules(t *testing.T) {
+	x := build(t, everything())
+	first, err := toc.Encode(x)
+	if err != nil {
+		t.Fatal(err)
+	}
+	x.Rules = 7
+	later, err := toc.Encode(x)
+	if err != nil {
+		t.Fatal(err)
+	}
+	head := len("HFTOC\r\n")
+	if first[head] != 1 || later[head] != 2 || later[head+1] != 7 || !bytes.Equal(first[head+1:], later[head+2:]) {
+		t.Errorf("TOCs start with %x and %x", first[:head+3], later[:head+3])
+	}
+	for _, rules := range []uint8{1, 7} {
+		encoded := map[uint8][]byte{1: first, 7: later}[rules]
+		got, err := toc.Decode(encoded)
+		if err != nil || got.Rules != rules {
+			t.Errorf("rules %d: decoded %v, %v", rules, got, err)
+		}
+		if got, err := toc.DecodeContents(encoded); err != nil || got.Rules != rules {
+			t.Errorf("rules %d: contents %v, %v", rules, got, err)
+		}
+	}
+	for _, rules := range []byte{0, 1} {
+		later[head+1] = rules
+		if _, err := toc.Decode(later); !errors.Is(err, toc.ErrCorrupt) {
+			t.Errorf("version 2 with rules %d: %v", rules, err)
+		}
+	}
+	if _, err := toc.Decode(later[:head+1]); !errors.Is(err, toc.ErrCorrupt) {
+		t.Errorf("version 2 without rules: %v", err)
+	}
+	x.Rules = 0
+	if _, err := toc.Encode(x); err == nil {
+		t.Error("a TOC by no rules was encoded")
 	}
 }
 

@@ -1,6 +1,7 @@
 package toc
 
 import (
+	"errors"
 	"fmt"
 	"hash/maphash"
 	"math"
@@ -38,10 +39,13 @@ func inTurn(steps ...func() error) error {
 	return nil
 }
 
-// validateHead checks the chain ID, and how many there are of everything.
+// validateHead checks the chain ID, the rules, and how many there are of everything.
 func (t *TOC) validateHead() error {
 	if err := t.ChainID.Validate(); err != nil {
 		return fmt.Errorf("chain ID %q: %w", t.ChainID, err)
+	}
+	if t.Rules == 0 {
+		return errors.New("rules of version 0")
 	}
 	if len(t.Inodes) == 0 || len(t.Inodes) > MaxInodes || len(t.Dirents) > MaxDirents || len(t.Segments) > MaxSegments {
 		return fmt.Errorf("%d inodes, %d names, %d segments: want at least 1 and at most %d, %d, %d",

@@ -1,24 +1,36 @@
 package bundles
 
-import "time"
+import (
+	"time"
+
+	"hydrofoil.dev/foil/internal/format/bundle"
+)
+
+// meanwhile is Handler.meanwhile of a pull.
+func (p *pull) meanwhile(work func()) {
+	_ = p.h.meanwhile(p.w, p.flush, func() error { // work keeps its own errors
+		work()
+		return nil
+	})
+}
 
 // meanwhile runs work, which may take as long as an ingest and sends nothing, and
 // tells the worker from time to time that the server is still there: it would take
 // the silence for a stream that has stalled, and ask for the same again.
-func (p *pull) meanwhile(work func()) {
+func (h *Handler) meanwhile(w *bundle.Writer, flush func() error, work func() error) error {
 	over, ended := make(chan struct{}), make(chan struct{})
 	go func() {
 		defer close(ended)
-		tick := time.NewTicker(p.h.o.Alive)
+		tick := time.NewTicker(h.o.Alive)
 		defer tick.Stop()
-		for range p.h.o.AliveMost / p.h.o.Alive {
+		for range h.o.AliveMost / h.o.Alive {
 			select {
 			case <-over:
 				return
 			case <-tick.C:
 			}
 			// If this fails, so does what is sent next.
-			if p.w.Alive() != nil || p.flush() != nil {
+			if w.Alive() != nil || flush() != nil {
 				return
 			}
 		}
@@ -27,5 +39,5 @@ func (p *pull) meanwhile(work func()) {
 		close(over)
 		<-ended
 	}()
-	work()
+	return work()
 }

@@ -1,6 +1,7 @@
 // Package bundles answers pulls: the HTTP handler of bundle.PullPath,
-// bundle.PromotePath and bundle.WarmPath, and of bundle.TracePath and bundle.StartupPath, by which
-// it learns what to send first.
+// bundle.PromotePath and bundle.WarmPath, of bundle.TracePath and bundle.StartupPath, by which
+// it learns what to send first, and of bundle.RecipePath and bundle.ContentsPath, by which workers
+// prove what they have pulled.
 //
 // The way of one pull. The request is decoded and its image is resolved; what
 // fails up to here is an HTTP error with a bundle.Error as its body. Then the
@@ -55,6 +56,9 @@ type Options struct {
 	// Repair makes anew what is lost or damaged of a rootfs and returns it. Nil
 	// means that such images fail.
 	Repair func(context.Context, *Resolved) (catalog.Rootfs, error)
+	// Recipe returns a layer of an image, by its number, with its recipe, which is made now
+	// if there is none. Nil means that this server has none.
+	Recipe func(ctx context.Context, m *Resolved, layer int) (catalog.Layer, error)
 	// StartupMax is how large a startup set may be.
 	StartupMax startup.Limit
 	// Memory bounds the indices, orders and frames kept in memory; 0 means 256 MiB.
@@ -124,6 +128,8 @@ func New(o Options) *Handler {
 		Catalog: o.Catalog, Objects: o.Objects, Load: h.loadTOC, Max: o.StartupMax, Memory: o.Memory / 8, Log: o.Log,
 	})
 	h.mux.HandleFunc("POST "+bundle.PullPath, h.pull)
+	h.mux.HandleFunc("POST "+bundle.RecipePath, h.recipe)
+	h.mux.HandleFunc("POST "+bundle.ContentsPath, h.contents)
 	h.mux.HandleFunc("POST "+bundle.TracePath, h.trace)
 	h.mux.HandleFunc("GET "+bundle.StartupPath, h.startup)
 	h.mux.HandleFunc("DELETE "+bundle.StartupPath, h.forget)

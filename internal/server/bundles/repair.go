@@ -4,16 +4,18 @@ import (
 	"context"
 	"errors"
 
+	"hydrofoil.dev/foil/internal/format/layer"
+	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/server/catalog"
-	"hydrofoil.dev/foil/internal/server/layer"
 	"hydrofoil.dev/foil/internal/server/objects"
 	"hydrofoil.dev/foil/internal/server/planner"
+	"hydrofoil.dev/foil/internal/server/restore"
 )
 
 // isDamage reports whether an error says that stored bytes are lost or are not
 // what they were, which Repair may make good.
 func isDamage(err error) bool {
-	for _, target := range []error{errDamaged, planner.ErrMissing, planner.ErrDamaged, objects.ErrNotFound, layer.ErrBadList} {
+	for _, target := range []error{errDamaged, planner.ErrMissing, planner.ErrDamaged, restore.ErrMissing, segment.ErrCorrupt, objects.ErrNotFound, layer.ErrBadList} {
 		if errors.Is(err, target) {
 			return true
 		}

@@ -115,6 +115,11 @@ type Dedup interface {
 	// Layers returns what ingest made of layer blobs, in their order, in one go. Errors:
 	// ErrNotFound when it has not seen all of them; Layer then says which.
 	Layers(ctx context.Context, blobs []digest.Digest) ([]Layer, error)
+	// PutRecipe records the recipe of a layer that was ingested. Errors: ErrNotFound.
+	PutRecipe(ctx context.Context, blob digest.Digest, r Recipe) error
+	// WithoutRecipe returns at most limit layers after the given one, in byte order
+	// of their digests, that were ingested, not refused, and have no recipe.
+	WithoutRecipe(ctx context.Context, after digest.Digest, limit int) ([]Layer, error)
 	// PutRootfs records a flattened rootfs.
 	PutRootfs(ctx context.Context, r Rootfs) error
 	// Rootfs returns it. Errors: ErrNotFound.
@@ -159,6 +164,15 @@ type Layer struct {
 	Refused string
 	Size    int64 // bytes of the tar stream
 	Files   int64
+	Recipe  Recipe
+}
+
+// Recipe is where the recipe of a layer rests (package recipe). The zero value is
+// that of a layer whose recipe nobody has made yet, or that was refused.
+type Recipe struct {
+	Key    string        // in the object store
+	Digest digest.Digest // of the recipe
+	Size   int64         // of the recipe, bytes
 }
 
 // Rootfs is a flattened stack of layers.

@@ -20,17 +20,17 @@ import (
 	"github.com/opencontainers/go-digest"
 	"pgregory.net/rapid"
 
+	"hydrofoil.dev/foil/internal/format/flatten"
+	"hydrofoil.dev/foil/internal/format/layer"
+	lt "hydrofoil.dev/foil/internal/format/layer/layertest"
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/format/toc"
 	"hydrofoil.dev/foil/internal/server/catalog"
 	"hydrofoil.dev/foil/internal/server/catalog/sqlite"
 	"hydrofoil.dev/foil/internal/server/dedup"
 	"hydrofoil.dev/foil/internal/server/ingest"
-	"hydrofoil.dev/foil/internal/server/layer"
-	lt "hydrofoil.dev/foil/internal/server/layer/layertest"
 	"hydrofoil.dev/foil/internal/server/objects"
 	"hydrofoil.dev/foil/internal/server/objects/objectstest"
-	"hydrofoil.dev/foil/internal/server/rootfs"
 )
 
 // server is an Ingester over a memory that counts.
@@ -353,7 +353,7 @@ func TestLayersThatDoNotGoTogether(t *testing.T) {
 	if !errors.As(err, &refused) || refused.Layer != layers[1].Digest || refused.Entry != "l" {
 		t.Errorf("%v", err)
 	}
-	if _, err := s.Rootfs(context.Background(), nil); !errors.Is(err, rootfs.ErrNoLayers) {
+	if _, err := s.Rootfs(context.Background(), nil); !errors.Is(err, flatten.ErrNoLayers) {
 		t.Errorf("no layers: %v", err)
 	}
 	if _, err := s.Rootfs(context.Background(), layers[:1]); err != nil {

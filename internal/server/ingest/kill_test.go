@@ -15,12 +15,12 @@ import (
 
 	"github.com/opencontainers/go-digest"
 
+	lt "hydrofoil.dev/foil/internal/format/layer/layertest"
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/format/toc"
 	"hydrofoil.dev/foil/internal/server/catalog/sqlite"
 	"hydrofoil.dev/foil/internal/server/dedup"
 	"hydrofoil.dev/foil/internal/server/ingest"
-	lt "hydrofoil.dev/foil/internal/server/layer/layertest"
 	"hydrofoil.dev/foil/internal/server/objects"
 )
 
@@ -208,6 +208,7 @@ func TestKilledAtAnyStep(t *testing.T) {
 			switch {
 			case key == r.Key, strings.HasPrefix(key, "packs/"):
 			case key == ingest.EntriesKey(layers[0].Digest), key == ingest.EntriesKey(layers[1].Digest):
+			case key == ingest.RecipeKey(layers[0].Digest), key == ingest.RecipeKey(layers[1].Digest):
 			default:
 				t.Errorf("killed at step %d: %s is left", at, key)
 			}

@@ -15,6 +15,7 @@ type Metrics struct {
 	rootfs   prometheus.Counter
 	bytes    *prometheus.CounterVec
 	segments *prometheus.CounterVec
+	recipes  prometheus.Counter
 }
 
 // What became of a layer, and of a segment.
@@ -43,7 +44,9 @@ func NewMetrics() *Metrics {
 			Help: "The same in segments."},
 			[]string{"segments"}, metrics.Each(isNew, known)...),
 	}
-	m.Collectors = metrics.Collectors{m.layers, m.seconds, m.rootfs, m.bytes, m.segments}
+	m.recipes = prometheus.NewCounter(prometheus.CounterOpts{Name: "foil_serve_ingest_recipe_bytes_total",
+		Help: "Bytes of recipes that were made: what it takes beside contents to make the tar streams of layers again."})
+	m.Collectors = metrics.Collectors{m.layers, m.seconds, m.rootfs, m.bytes, m.segments, m.recipes}
 	return m
 }
 
@@ -65,6 +68,13 @@ func (m *Metrics) stored(s dedup.Stats) {
 	m.bytes.WithLabelValues(known).Add(float64(max(0, s.Bytes-s.NewBytes)))
 	m.segments.WithLabelValues(isNew).Add(float64(s.NewSegments))
 	m.segments.WithLabelValues(known).Add(float64(max(0, s.Segments-s.NewSegments)))
+}
+
+// recipe counts one of so many bytes.
+func (m *Metrics) recipe(size int64) {
+	if m != nil {
+		m.recipes.Add(float64(size))
+	}
 }
 
 // flattened counts a rootfs.

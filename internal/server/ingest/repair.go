@@ -6,10 +6,10 @@ import (
 	"io"
 	"strings"
 
+	"hydrofoil.dev/foil/internal/format/flatten"
+	"hydrofoil.dev/foil/internal/format/layer"
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/server/catalog"
-	"hydrofoil.dev/foil/internal/server/layer"
-	"hydrofoil.dev/foil/internal/server/rootfs"
 )
 
 // Repair makes anew what is lost or damaged of all that a rootfs is served
@@ -22,7 +22,7 @@ import (
 // and Rootfs; a blob that is lost or damaged itself cannot be made good here.
 func (g *Ingester) Repair(ctx context.Context, layers []Descriptor) (catalog.Rootfs, error) {
 	if len(layers) == 0 {
-		return catalog.Rootfs{}, rootfs.ErrNoLayers
+		return catalog.Rootfs{}, flatten.ErrNoLayers
 	}
 	var key strings.Builder
 	key.WriteString("repair")

@@ -228,7 +228,7 @@ func (x *Index) TOC() digest.Digest { return x.toc }
 
 // table is what an index keeps of a TOC.
 func table(t *toc.TOC) *toc.TOC {
-	return &toc.TOC{ChainID: t.ChainID, Contents: t.Contents, Segments: t.Segments}
+	return &toc.TOC{ChainID: t.ChainID, Rules: t.Rules, Contents: t.Contents, Segments: t.Segments}
 }
 
 // Table returns the TOC without its names and inodes: chain ID, contents and

@@ -20,9 +20,9 @@ import (
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/format/layer/layertest"
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/format/toc"
-	"hydrofoil.dev/foil/internal/server/layer/layertest"
 	"hydrofoil.dev/foil/internal/server/serve"
 )
 
@@ -56,10 +56,16 @@ func makeImage(t *testing.T, layers ...layertest.Layer) image {
 	return m
 }
 
-// push does what clients do: a blob that is there is not sent.
+// push pushes it as r:1.
 func (m image) push(t *testing.T, addr string) {
 	t.Helper()
-	base := "http://" + addr + "/v2/r/"
+	m.pushTo(t, addr, "r")
+}
+
+// pushTo does what clients do: a blob that is there is not sent.
+func (m image) pushTo(t *testing.T, addr, repository string) {
+	t.Helper()
+	base := "http://" + addr + "/v2/" + repository + "/"
 	for _, b := range m.blobs {
 		d := digest.FromBytes(b)
 		res, err := http.Head(base + "blobs/" + d.String())

@@ -12,10 +12,10 @@ import (
 	"github.com/opencontainers/go-digest"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/format/layer"
 	"hydrofoil.dev/foil/internal/server/bundles"
 	"hydrofoil.dev/foil/internal/server/catalog"
 	"hydrofoil.dev/foil/internal/server/ingest"
-	"hydrofoil.dev/foil/internal/server/layer"
 	"hydrofoil.dev/foil/internal/server/objects"
 	"hydrofoil.dev/foil/internal/server/upstream"
 )
@@ -121,6 +121,34 @@ func descriptors(m *bundles.Resolved) []ingest.Descriptor {
 		layers[i] = ingest.Descriptor{Digest: l.Digest, MediaType: l.MediaType, Size: l.Size, DiffID: l.DiffID}
 	}
 	return layers
+}
+
+// recipeOf lets the bundle endpoint have the recipe of a layer, whose rootfs it had made
+// before.
+func recipeOf(g *ingest.Ingester) func(context.Context, *bundles.Resolved, int) (catalog.Layer, error) {
+	return func(ctx context.Context, m *bundles.Resolved, n int) (catalog.Layer, error) {
+		return g.Recipe(ctx, descriptors(m)[n])
+	}
+}
+
+// makeRecipes makes, in the background, the recipes of layers that were ingested
+// before there were any. It ends when close is called.
+func makeRecipes(g *ingest.Ingester, blobs objects.Store, log *slog.Logger) (close func() error) {
+	ctx, cancel := context.WithCancel(context.Background())
+	var work sync.WaitGroup
+	work.Go(func() {
+		err := g.MakeRecipes(ctx, blobs, func(blob digest.Digest, err error) {
+			log.Warn("a recipe cannot be made: workers cannot prove images of this layer", "layer", blob, "error", err)
+		})
+		if err != nil && ctx.Err() == nil {
+			log.Error("recipes are not made until the server is started again", "error", err)
+		}
+	})
+	return func() error {
+		cancel()
+		work.Wait()
+		return nil
+	}
 }
 
 // queue prepares images in the background, one after the other, as they are

@@ -29,7 +29,7 @@ const aborted = "aborted"
 
 // Routes of requests. The first are those of the OCI distribution API.
 var routes = []string{"base", "manifests", "blobs", "uploads", "tags", "referrers", "catalog",
-	"bundle", "promote", "warm", "trace", "startup", "webhook", "health", "other"}
+	"bundle", "promote", "warm", "trace", "startup", "recipe", "contents", "webhook", "health", "other"}
 
 func routeOf(path string) string {
 	switch path {
@@ -43,6 +43,10 @@ func routeOf(path string) string {
 		return "trace"
 	case format.StartupPath:
 		return "startup"
+	case format.RecipePath:
+		return "recipe"
+	case format.ContentsPath:
+		return "contents"
 	case upstream.WebhookPath:
 		return "webhook"
 	case "/healthz":

@@ -137,9 +137,10 @@ func Start(ctx context.Context, opts Options) (_ *Server, err error) {
 
 // parts are what the server is assembled of.
 type parts struct {
-	local    *sqlite.Catalog // below the root
-	catalog  catalog.Catalog // local, or the accelerator's view of it
-	store    objects.Store
+	local    *sqlite.Catalog       // below the root
+	catalog  catalog.Catalog       // local, or the accelerator's view of it
+	here     objects.Store         // below the root
+	store    objects.Store         // here, or the accelerator's view of it
 	front    *upstream.Accelerator // nil: this is no accelerator
 	ingester *ingest.Ingester
 	bundle   *bundles.Handler
@@ -190,7 +191,7 @@ func (s *Server) openStores(ctx context.Context, p *parts) error {
 	if err := checkUpstream(ctx, root, s.opts.Upstream.URL, p.local); err != nil {
 		return err
 	}
-	p.store, p.catalog = dir, p.local
+	p.here, p.store, p.catalog = dir, dir, p.local
 	if s.opts.Upstream.URL == "" {
 		return nil
 	}
@@ -216,12 +217,13 @@ func (s *Server) openServices(p *parts) (err error) {
 		Objects:    p.store,
 		Rootfs:     fetched(p.front, rootfsOf(p.ingester.Rootfs, p.catalog, p.store, s.log)),
 		Repair:     fetched(p.front, rootfsOf(repair(p.ingester, p.store), p.catalog, p.store, s.log)),
+		Recipe:     recipeOf(p.ingester),
 		StartupMax: s.opts.StartupMax,
 		Log:        s.log,
 	})
 	s.closers = append(s.closers, p.bundle.Close)
 	p.queue = newQueue(p.bundle, p.front, p.catalog, s.log)
-	s.closers = append(s.closers, p.queue.Close)
+	s.closers = append(s.closers, p.queue.Close, makeRecipes(p.ingester, p.here, s.log))
 	p.registry, err = registry.New(registry.Options{
 		Store:      p.store,
 		Catalog:    p.catalog,
@@ -246,7 +248,7 @@ func (s *Server) route(p *parts) http.Handler {
 	}
 	mux.Handle("/v2", v2)
 	mux.Handle("/v2/", v2)
-	for _, path := range []string{format.PullPath, format.PromotePath, format.WarmPath, format.TracePath, format.StartupPath} {
+	for _, path := range []string{format.PullPath, format.PromotePath, format.WarmPath, format.TracePath, format.StartupPath, format.RecipePath, format.ContentsPath} {
 		mux.Handle(path, p.bundle)
 	}
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, req *http.Request) {

@@ -9,8 +9,8 @@ import (
 	"testing"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/format/layer/layertest"
 	"hydrofoil.dev/foil/internal/format/trace"
-	"hydrofoil.dev/foil/internal/server/layer/layertest"
 )
 
 // The server is killed the moment it has acknowledged a report. The one that

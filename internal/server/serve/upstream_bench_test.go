@@ -11,7 +11,7 @@ import (
 	"testing"
 	"time"
 
-	"hydrofoil.dev/foil/internal/server/layer/layertest"
+	"hydrofoil.dev/foil/internal/format/layer/layertest"
 	"hydrofoil.dev/foil/internal/server/serve"
 	"hydrofoil.dev/foil/internal/server/upstream"
 	"hydrofoil.dev/foil/internal/server/upstream/upstreamtest"

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -335,6 +336,29 @@ func testLayers(t *testing.T, c catalog.Catalog) {
 	wantEqual(t, "layers", []catalog.Layer{other, l, other}, many)
 	_, err = c.Layers(ctx, []digest.Digest{l.Blob, digestOf("none")})
 	wantNotFound(t, "layers with an unknown one", err)
+
+	recipe := catalog.Recipe{Key: "recipes/x", Digest: digestOf("recipe"), Size: 5}
+	wantNotFound(t, "recipe of an unknown layer", c.PutRecipe(ctx, digestOf("none"), recipe))
+	check(t, c.PutLayer(ctx, catalog.Layer{Blob: digestOf("refused"), Refused: "because"}))
+	missing := []catalog.Layer{l, other}
+	slices.SortFunc(missing, func(a, b catalog.Layer) int { return strings.Compare(string(a.Blob), string(b.Blob)) })
+	for after, want := range map[digest.Digest][]catalog.Layer{"": missing, missing[0].Blob: missing[1:], missing[1].Blob: nil} {
+		got, err := c.WithoutRecipe(ctx, after, 10)
+		check(t, err)
+		wantEqual(t, "layers without recipes", want, got)
+	}
+	got, err := c.WithoutRecipe(ctx, "", 1)
+	check(t, err)
+	wantEqual(t, "the first layer without a recipe", missing[:1], got)
+	check(t, c.PutRecipe(ctx, missing[0].Blob, recipe))
+	missing[0].Recipe = recipe
+	made, err := c.Layer(ctx, missing[0].Blob)
+	check(t, err)
+	wantEqual(t, "layer with a recipe", missing[0], made)
+	check(t, c.PutLayer(ctx, made))
+	got, err = c.WithoutRecipe(ctx, "", 10)
+	check(t, err)
+	wantEqual(t, "layers without recipes", missing[1:], got)
 
 	r := catalog.Rootfs{ChainID: digestOf("chain"), TOC: digestOf("toc"), Key: "tocs/x"}
 	_, err = c.Rootfs(ctx, r.ChainID)

@@ -276,10 +276,31 @@ func decodeSegments(b []byte) ([]catalog.FrameSegment, error) {
 	return segments, nil
 }
 
+// layerColumns are those that a layerRow takes.
+const layerColumns = `blob, diff_id, entries, refused, size, files, recipe, recipe_digest, recipe_size`
+
+// layerRow is a row of layers.
+type layerRow struct {
+	blob, diffID, recipe string
+	catalog.Layer
+}
+
+func (r *layerRow) dest() []any {
+	l := &r.Layer
+	return []any{&r.blob, &r.diffID, &l.Entries, &l.Refused, &l.Size, &l.Files, &l.Recipe.Key, &r.recipe, &l.Recipe.Size}
+}
+
+func (r *layerRow) layer() catalog.Layer {
+	l := r.Layer
+	l.Blob, l.DiffID, l.Recipe.Digest = digest.Digest(r.blob), digest.Digest(r.diffID), digest.Digest(r.recipe)
+	return l
+}
+
 // PutLayer implements catalog.Dedup.
 func (c *Catalog) PutLayer(ctx context.Context, l catalog.Layer) error {
-	_, err := c.write.ExecContext(ctx, `INSERT OR REPLACE INTO layers (blob, diff_id, entries, refused, size, files)
-		VALUES (?, ?, ?, ?, ?, ?)`, l.Blob.String(), l.DiffID.String(), l.Entries, l.Refused, l.Size, l.Files)
+	_, err := c.write.ExecContext(ctx, `INSERT OR REPLACE INTO layers (`+layerColumns+`)
+		VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)`, l.Blob.String(), l.DiffID.String(), l.Entries, l.Refused, l.Size, l.Files,
+		l.Recipe.Key, l.Recipe.Digest.String(), l.Recipe.Size)
 	if err != nil {
 		return fmt.Errorf("record layer %s: %w", l.Blob, known(err))
 	}
@@ -288,26 +309,22 @@ func (c *Catalog) PutLayer(ctx context.Context, l catalog.Layer) error {
 
 // Layer implements catalog.Dedup.
 func (c *Catalog) Layer(ctx context.Context, blob digest.Digest) (catalog.Layer, error) {
-	l := catalog.Layer{Blob: blob}
-	var diffID string
-	err := c.read.QueryRowContext(ctx, `SELECT diff_id, entries, refused, size, files FROM layers WHERE blob = ?`,
-		blob.String()).Scan(&diffID, &l.Entries, &l.Refused, &l.Size, &l.Files)
+	var row layerRow
+	err := c.read.QueryRowContext(ctx, `SELECT `+layerColumns+` FROM layers WHERE blob = ?`, blob.String()).Scan(row.dest()...)
 	if err != nil {
 		return catalog.Layer{}, fmt.Errorf("layer %s: %w", blob, known(err))
 	}
-	l.DiffID = digest.Digest(diffID)
-	return l, nil
+	return row.layer(), nil
 }
 
 // Layers implements catalog.Dedup.
 func (c *Catalog) Layers(ctx context.Context, blobs []digest.Digest) ([]catalog.Layer, error) {
 	found := make(map[digest.Digest]catalog.Layer, len(blobs))
-	var blob, diffID string
-	var l catalog.Layer
+	var row layerRow
 	err := c.listed(ctx, c.ask.layers, blobs, func() {
-		l.Blob, l.DiffID = digest.Digest(blob), digest.Digest(diffID)
+		l := row.layer()
 		found[l.Blob] = l
-	}, nil, &blob, &diffID, &l.Entries, &l.Refused, &l.Size, &l.Files)
+	}, nil, row.dest()...)
 	layers := make([]catalog.Layer, len(blobs))
 	for i, d := range blobs {
 		var ok bool
@@ -317,6 +334,47 @@ func (c *Catalog) Layers(ctx context.Context, blobs []digest.Digest) ([]catalog.
 	}
 	if err != nil {
 		return nil, fmt.Errorf("%d layers: %w", len(blobs), err)
+	}
+	return layers, nil
+}
+
+// PutRecipe implements catalog.Dedup.
+func (c *Catalog) PutRecipe(ctx context.Context, blob digest.Digest, r catalog.Recipe) error {
+	done, err := c.write.ExecContext(ctx, `UPDATE layers SET recipe = ?, recipe_digest = ?, recipe_size = ? WHERE blob = ?`,
+		r.Key, r.Digest.String(), r.Size, blob.String())
+	if err == nil {
+		var n int64
+		if n, err = done.RowsAffected(); err == nil && n == 0 {
+			err = catalog.ErrNotFound
+		}
+	}
+	if err != nil {
+		return fmt.Errorf("record recipe of layer %s: %w", blob, known(err))
+	}
+	return nil
+}
+
+// WithoutRecipe implements catalog.Dedup.
+func (c *Catalog) WithoutRecipe(ctx context.Context, after digest.Digest, limit int) ([]catalog.Layer, error) {
+	fail := func(err error) ([]catalog.Layer, error) {
+		return nil, fmt.Errorf("layers without recipes: %w", known(err))
+	}
+	rows, err := c.read.QueryContext(ctx, `SELECT `+layerColumns+` FROM layers
+		WHERE recipe = '' AND refused = '' AND blob > ? ORDER BY blob LIMIT ?`, after.String(), limit)
+	if err != nil {
+		return fail(err)
+	}
+	defer rows.Close()
+	var layers []catalog.Layer
+	for rows.Next() {
+		var row layerRow
+		if err := rows.Scan(row.dest()...); err != nil {
+			return fail(err)
+		}
+		layers = append(layers, row.layer())
+	}
+	if err := rows.Err(); err != nil {
+		return fail(err)
 	}
 	return layers, nil
 }

@@ -118,6 +118,13 @@ var migrations = []string{
 	) STRICT;
 	CREATE INDEX traces_by_service ON traces (image, service, recorded);
 	`,
+	`
+	-- All empty: nobody has made it yet.
+	ALTER TABLE layers ADD COLUMN recipe        TEXT    NOT NULL DEFAULT '';
+	ALTER TABLE layers ADD COLUMN recipe_digest TEXT    NOT NULL DEFAULT '';
+	ALTER TABLE layers ADD COLUMN recipe_size   INTEGER NOT NULL DEFAULT 0;
+	CREATE INDEX layers_without_recipe ON layers (blob) WHERE recipe = '' AND refused = '';
+	`,
 }
 
 // migrate brings the database to the newest version.

@@ -47,7 +47,7 @@ func (c *Catalog) prepare(ctx context.Context) error {
 			WHERE repo = (SELECT id FROM repositories WHERE name = ?) AND digest = ?`},
 		{&c.ask.blobs, `SELECT digest, size, media_type FROM blobs
 			WHERE digest IN (SELECT value FROM json_each(?1)) AND repo = (SELECT id FROM repositories WHERE name = ?2)`},
-		{&c.ask.layers, `SELECT blob, diff_id, entries, refused, size, files FROM layers WHERE blob IN (SELECT value FROM json_each(?1))`},
+		{&c.ask.layers, `SELECT ` + layerColumns + ` FROM layers WHERE blob IN (SELECT value FROM json_each(?1))`},
 		{&c.ask.rootfs, `SELECT toc, key, idx FROM rootfs WHERE chain_id = ?`},
 		{&c.ask.startupImage, `SELECT ` + imageColumns + ` FROM startup_images WHERE repo = ? AND chain_id = ?`},
 	} {

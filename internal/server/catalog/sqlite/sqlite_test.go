@@ -10,6 +10,7 @@ import (
 	"syscall"
 	"testing"
 
+	"github.com/opencontainers/go-digest"
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/server/catalog"
 	"hydrofoil.dev/foil/internal/server/catalog/catalogtest"
@@ -93,6 +94,37 @@ func TestNewerVersionIsRefused(t *testing.T) {
 		t.Error("a catalog of version 1000 is opened")
 	} else if !strings.Contains(err.Error(), "newer foil") {
 		t.Errorf("%v does not say what to do", err)
+	}
+}
+
+// TestLayersOfOldCatalogs: what was ingested before there were recipes has none.
+func TestLayersOfOldCatalogs(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "db")
+	c := open(t, path)
+	want := catalog.Layer{Blob: digest.FromString("blob"), DiffID: digest.FromString("diff"), Entries: "entries/x", Size: 7, Files: 2}
+	if err := errors.Join(c.PutLayer(t.Context(), want), c.Close()); err != nil {
+		t.Fatal(err)
+	}
+	db, err := sql.Open("sqlite", path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, statement := range []string{
+		`DROP INDEX layers_without_recipe`, `ALTER TABLE layers DROP COLUMN recipe`, `ALTER TABLE layers DROP COLUMN recipe_digest`,
+		`ALTER TABLE layers DROP COLUMN recipe_size`, `PRAGMA user_version = 2`,
+	} {
+		if _, err := db.Exec(statement); err != nil {
+			t.Fatalf("%s: %v", statement, err)
+		}
+	}
+	if err := db.Close(); err != nil {
+		t.Fatal(err)
+	}
+	c = open(t, path)
+	defer c.Close()
+	got, err := c.WithoutRecipe(t.Context(), "", 10)
+	if err != nil || len(got) != 1 || got[0] != want {
+		t.Errorf("layers %+v, %v", got, err)
 	}
 }
 

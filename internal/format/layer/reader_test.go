@@ -17,9 +17,10 @@ import (
 	"github.com/opencontainers/go-digest"
 	"pgregory.net/rapid"
 
+	"hydrofoil.dev/foil/internal/format/layer"
+	lt "hydrofoil.dev/foil/internal/format/layer/layertest"
+	"hydrofoil.dev/foil/internal/format/recipe"
 	"hydrofoil.dev/foil/internal/format/toc"
-	"hydrofoil.dev/foil/internal/server/layer"
-	lt "hydrofoil.dev/foil/internal/server/layer/layertest"
 )
 
 type file struct {
@@ -138,72 +139,91 @@ func TestEmptyBlobIsAnEmptyLayer(t *testing.T) {
 	}
 }
 
-// sparse returns a tar stream with one PAX 1.0 or old GNU sparse file: 512
-// bytes of data at 1 MiB in a file of 2 MiB.
-func sparse(t *testing.T, old bool) []byte {
-	t.Helper()
-	data := bytes.Repeat([]byte("d"), 512)
-	block := func(typ byte, name string, size int, fill func(b []byte)) []byte {
-		b := make([]byte, 512)
-		copy(b, name)
-		copy(b[100:], "0000644\x00")
-		copy(b[108:], "0000000\x00")
-		copy(b[116:], "0000000\x00")
-		copy(b[124:], fmt.Sprintf("%011o\x00", size))
-		copy(b[136:], "14524770400\x00")
-		b[156] = typ
-		if fill != nil {
-			fill(b)
-		}
-		copy(b[148:], "        ")
-		sum := 0
-		for _, c := range b {
-			sum += int(c)
-		}
-		copy(b[148:], fmt.Sprintf("%06o\x00 ", sum))
-		return b
-	}
-	var out []byte
-	if old {
-		out = block('S', "sparse", 512, func(b []byte) {
-			copy(b[257:], "ustar  \x00")
-			copy(b[386:], fmt.Sprintf("%011o\x00%011o\x00", 1<<20, 512))
-			copy(b[410:], fmt.Sprintf("%011o\x00%011o\x00", 2<<20, 0))
-			copy(b[483:], fmt.Sprintf("%011o\x00", 2<<20))
-		})
-		out = append(out, data...)
-	} else {
-		record := func(k, v string) string {
-			n := len(k) + len(v) + 3
-			for len(fmt.Sprint(n))+len(k)+len(v)+3 != n {
-				n = len(fmt.Sprint(n)) + len(k) + len(v) + 3
-			}
-			return fmt.Sprintf("%d %s=%s\n", n, k, v)
-		}
-		pax := record("GNU.sparse.major", "1") + record("GNU.sparse.minor", "0") +
-			record("GNU.sparse.name", "sparse") + record("GNU.sparse.realsize", fmt.Sprint(2<<20))
-		ustar := func(b []byte) { copy(b[257:], "ustar\x0000") }
-		out = block('x', "PaxHeaders/sparse", len(pax), ustar)
-		out = append(out, pad([]byte(pax))...)
-		table := fmt.Sprintf("2\n%d\n512\n%d\n0\n", 1<<20, 2<<20)
-		out = append(out, block('0', "GNUSparseFile.0/sparse", 1024, ustar)...)
-		out = append(out, pad([]byte(table))...)
-		out = append(out, data...)
-	}
-	return append(out, make([]byte, 1024)...)
+// sparse returns a tar stream with one sparse file: 512 bytes of data at 1 MiB in
+// a file of 2 MiB.
+func sparse(kind lt.SparseKind) []byte {
+	b := lt.Sparse(kind, "sparse", 2<<20, lt.Fragment{Offset: 1 << 20, Data: strings.Repeat("d", 512)})
+	return append(b, make([]byte, 1024)...)
 }
-
-func pad(b []byte) []byte { return append(b, make([]byte, -len(b)&511)...) }
 
 func TestSparseFiles(t *testing.T) {
 	want := string(make([]byte, 1<<20)) + strings.Repeat("d", 512) + string(make([]byte, 1<<20-512))
-	for _, old := range []bool{false, true} {
-		got, err := readBlob(lt.TarBlob(sparse(t, old)), layer.Options{})
+	for _, kind := range lt.SparseKinds {
+		got, err := readBlob(lt.TarBlob(sparse(kind)), layer.Options{})
 		if err != nil {
-			t.Fatalf("old %v: %v", old, err)
+			t.Fatalf("kind %v: %v", kind, err)
 		}
 		if len(got) != 1 || got[0].Name != "sparse" || got[0].Type != layer.Regular || got[0].Size != 2<<20 || got[0].Data != want {
-			t.Errorf("old %v: read something else", old)
+			t.Errorf("kind %v: read something else", kind)
+		}
+	}
+}
+
+// TestTheStreamItself: what is named as the tar stream is not decompressed.
+func TestTheStreamItself(t *testing.T) {
+	b := lt.Layer{lt.File("a", 0o644, "data")}.Gzip(t)
+	_, err := read(bytes.NewReader(b.Bytes), layer.Descriptor{Digest: b.Digest, DiffID: b.Digest}, layer.Options{})
+	if refused, ok := errors.AsType[*layer.RefusedError](err); !ok || !strings.Contains(refused.Reason, "truncated") && !strings.Contains(refused.Reason, "header") {
+		t.Errorf("a gzip blob: %v", err)
+	}
+	plain := lt.Layer{lt.File("a", 0o644, "data")}.Tar(t)
+	files, err := read(bytes.NewReader(plain.Bytes), layer.Descriptor{Digest: plain.Digest, DiffID: plain.Digest}, layer.Options{})
+	if err != nil || len(files) != 1 {
+		t.Errorf("%d files, %v", len(files), err)
+	}
+	other := digest.FromString("other")
+	_, err = read(bytes.NewReader(plain.Bytes), layer.Descriptor{Digest: other, DiffID: other}, layer.Options{})
+	if wrong, ok := errors.AsType[*layer.DigestError](err); !ok || wrong.Got != plain.Digest || wrong.Want != other {
+		t.Errorf("another stream: %v", err)
+	}
+}
+
+// TestRecord: the recipe of a layer makes its tar stream again of the files that
+// its reader got, numbered by their order in the list.
+func TestRecord(t *testing.T) {
+	stream := lt.Layer{
+		lt.Dir("./", 0o755), lt.File("./.", 0o644, "of no name"), lt.File("a", 0o644, "first"), lt.File("empty", 0o644, ""),
+		lt.Link("b", "a"), lt.File("c", 0o644, strings.Repeat("third", 1000)).Xattr("user.x", "y"),
+	}.TarBytes(t)
+	stream = append(sparse(lt.SparseGNU)[:1024], stream...)
+	for name, b := range map[string]lt.Blob{
+		"tar": lt.TarBlob(stream), "gzip": lt.GzipBlob(t, stream, 700), "zstd": lt.ZstdBlob(t, stream), "no end": lt.GzipBlob(t, stream[:len(stream)-1024]),
+		"much after the end": lt.GzipBlob(t, append(bytes.Clone(stream), make([]byte, 100_000)...)),
+	} {
+		lr, err := layer.NewReader(context.Background(), bytes.NewReader(b.Bytes), layer.Descriptor{Digest: b.Digest, DiffID: b.DiffID}, layer.Options{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer lr.Close()
+		var encoded bytes.Buffer
+		w := recipe.NewWriter(&encoded)
+		lr.Record(w)
+		var contents [][]byte
+		for {
+			e, err := lr.Next()
+			if err == io.EOF {
+				break
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			data, err := io.ReadAll(lr)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if e.Size > 0 {
+				contents = append(contents, data)
+			}
+		}
+		if err := w.Close(recipe.End{DiffID: lr.DiffID()}); err != nil {
+			t.Fatal(err)
+		}
+		r := recipe.NewReader(&encoded, func(n, offset, length int64) (io.Reader, error) {
+			return bytes.NewReader(contents[n][offset:]), nil
+		}, recipe.Limits{Size: lr.Size(), Contents: int64(len(contents))})
+		got, err := io.ReadAll(r)
+		if err != nil || digest.FromBytes(got) != b.DiffID || len(contents) != 3 {
+			t.Errorf("%s: %d bytes of %d contents, %v", name, len(got), len(contents), err)
 		}
 	}
 }
@@ -266,7 +286,7 @@ func TestRefusesWhatIsHostile(t *testing.T) {
 		"damaged header":              {blob: lt.TarBlob(append(stream[:1024:1024], bytes.Repeat([]byte("x"), 1024)...)), entry: "fine", want: "no valid tar header after"},
 		"gzip bomb":                   {blob: lt.Layer{lt.File("zeros", 0o644, string(make([]byte, 4<<20)))}.Gzip(t), opts: layer.Options{Expansion: 1 << 20, MaxRatio: 100}, entry: "zeros", want: "of the blob"},
 		"bomb of zeros after the end": {blob: lt.GzipBlob(t, append(stream[:len(stream):len(stream)], make([]byte, 4<<20)...)), opts: layer.Options{Expansion: 1 << 20, MaxRatio: 100}, entry: "second", want: "of the blob"},
-		"sparse bomb":                 {blob: lt.TarBlob(sparse(t, false)), opts: layer.Options{Expansion: 1 << 20, MaxRatio: 1}, entry: "sparse", want: "hold files of more than"},
+		"sparse bomb":                 {blob: lt.TarBlob(sparse(lt.SparsePAX10)), opts: layer.Options{Expansion: 1 << 20, MaxRatio: 1}, entry: "sparse", want: "hold files of more than"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, err := readBlob(tc.blob, tc.opts)

@@ -1,4 +1,4 @@
-package rootfs_test
+package flatten_test
 
 import (
 	"archive/tar"
@@ -18,12 +18,12 @@ import (
 	"github.com/opencontainers/go-digest"
 	"pgregory.net/rapid"
 
+	"hydrofoil.dev/foil/internal/format/flatten"
+	"hydrofoil.dev/foil/internal/format/layer"
+	lt "hydrofoil.dev/foil/internal/format/layer/layertest"
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/format/toc"
 	"hydrofoil.dev/foil/internal/fstest"
-	"hydrofoil.dev/foil/internal/server/layer"
-	lt "hydrofoil.dev/foil/internal/server/layer/layertest"
-	"hydrofoil.dev/foil/internal/server/rootfs"
 )
 
 func TestMain(m *testing.M) {
@@ -72,17 +72,17 @@ func readEntries(stream []byte) (entries, error) {
 	}
 }
 
-func flatten(streams [][]byte) (*toc.TOC, error) {
-	var layers []rootfs.Layer
+func flattened(streams [][]byte) (*toc.TOC, error) {
+	var layers []flatten.Layer
 	for _, s := range streams {
 		list, err := readEntries(s)
 		if err != nil {
 			return nil, err
 		}
 		d := digest.FromBytes(s)
-		layers = append(layers, rootfs.Layer{Digest: d, DiffID: d, Entries: &list})
+		layers = append(layers, flatten.Layer{Digest: d, DiffID: d, Entries: &list})
 	}
-	return rootfs.Flatten(context.Background(), layers)
+	return flatten.Rootfs(context.Background(), layers)
 }
 
 // unpack is the oracle.
@@ -121,7 +121,7 @@ func compare(t fataler, dir string, layers []lt.Layer, streams [][]byte) *toc.TO
 	}
 	start := time.Now()
 	applied := unpack(dir, streams)
-	got, err := flatten(streams)
+	got, err := flattened(streams)
 	if (applied != nil) != (err != nil) {
 		t.Fatalf("containerd: %v\nFlatten: %v\n%s", applied, err, describe(layers))
 	}
@@ -358,17 +358,17 @@ func TestFlattenEqualsContainerdOnRandomLayers(t *testing.T) {
 func TestFlattenNamesLayerAndEntry(t *testing.T) {
 	layers := []lt.Layer{{lt.File("a", 0o644, "1")}, {lt.Link("x", "nowhere")}}
 	streams := streamsOf(t, layers)
-	_, err := flatten(streams)
+	_, err := flattened(streams)
 	var refused *layer.RefusedError
 	if !errors.As(err, &refused) || refused.Layer != digest.FromBytes(streams[1]) || refused.Entry != "x" {
 		t.Errorf("got %v", err)
 	}
-	if _, err := rootfs.Flatten(context.Background(), nil); !errors.Is(err, rootfs.ErrNoLayers) {
+	if _, err := flatten.Rootfs(context.Background(), nil); !errors.Is(err, flatten.ErrNoLayers) {
 		t.Errorf("no layers: %v", err)
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	cancel()
-	if _, err := rootfs.Flatten(ctx, []rootfs.Layer{{Entries: &entries{}}}); !errors.Is(err, context.Canceled) {
+	if _, err := flatten.Rootfs(ctx, []flatten.Layer{{Entries: &entries{}}}); !errors.Is(err, context.Canceled) {
 		t.Errorf("cancelled: %v", err)
 	}
 }
@@ -376,7 +376,7 @@ func TestFlattenNamesLayerAndEntry(t *testing.T) {
 func TestChainID(t *testing.T) {
 	a, b := digest.FromString("a"), digest.FromString("b")
 	want := digest.FromString(a.String() + " " + b.String())
-	if got := rootfs.ChainID([]digest.Digest{a, b}); got != want {
+	if got := flatten.ChainID([]digest.Digest{a, b}); got != want {
 		t.Errorf("%s, want %s", got, want)
 	}
 }
@@ -398,7 +398,7 @@ func BenchmarkFlatten(b *testing.B) {
 	b.ReportAllocs()
 	for b.Loop() {
 		l := list
-		if _, err := rootfs.Flatten(context.Background(), []rootfs.Layer{{Digest: d, DiffID: d, Entries: &l}}); err != nil {
+		if _, err := flatten.Rootfs(context.Background(), []flatten.Layer{{Digest: d, DiffID: d, Entries: &l}}); err != nil {
 			b.Fatal(err)
 		}
 	}

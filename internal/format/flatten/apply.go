@@ -1,4 +1,4 @@
-package rootfs
+package flatten
 
 import (
 	"errors"
@@ -7,8 +7,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"hydrofoil.dev/foil/internal/format/layer"
 	"hydrofoil.dev/foil/internal/format/toc"
-	"hydrofoil.dev/foil/internal/server/layer"
 )
 
 // unchanged is the ID that chown(2) takes for "leave as it is".

@@ -17,7 +17,7 @@
 // # Entries
 //
 // What an entry means is what containerd's archive.Apply makes of it; package
-// rootfs replays it. Reader keeps the entries in the order of the tar stream,
+// flatten replays it. Reader keeps the entries in the order of the tar stream,
 // and refuses a layer with one of these:
 //
 //   - a name that is absolute or has a ".." element, except that "/" and "."

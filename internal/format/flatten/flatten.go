@@ -1,4 +1,4 @@
-// Package rootfs flattens the layers of an image into the TOC of its rootfs.
+// Package flatten flattens the layers of an image into the TOC of its rootfs.
 //
 // The result is what containerd's archive.Apply makes on disk when it unpacks
 // the layers one after the other into one directory; a test holds the two
@@ -31,7 +31,15 @@
 // that a disk would: default POSIX ACLs are not inherited by what is made below
 // them, and no limit of a certain file system is held beyond those that package
 // layer and package toc state.
-package rootfs
+//
+// # Version
+//
+// Whoever has the same layers gets an equal TOC. So a change of these rules, or
+// of how package layer reads entries, after which some layers give another TOC,
+// is a new Version, which every TOC names (toc.TOC.Rules). Workers compare by
+// the version of the TOC, so what old TOCs were made by stays. What archive/tar
+// makes of a stream is part of the rules: look at its changes before a new Go.
+package flatten
 
 import (
 	"context"
@@ -44,9 +52,12 @@ import (
 	"github.com/opencontainers/image-spec/identity"
 	"golang.org/x/sys/unix"
 
+	"hydrofoil.dev/foil/internal/format/layer"
 	"hydrofoil.dev/foil/internal/format/toc"
-	"hydrofoil.dev/foil/internal/server/layer"
 )
+
+// Version is that of the rules by which Rootfs flattens.
+const Version = 1
 
 // Layer is one layer to flatten.
 type Layer struct {
@@ -68,12 +79,12 @@ var ErrNoLayers = errors.New("an image without layers has no rootfs")
 // without any.
 func ChainID(diffIDs []digest.Digest) digest.Digest { return identity.ChainID(diffIDs) }
 
-// Flatten replays the layers, bottom first, and returns the rootfs in
+// Rootfs replays the layers, bottom first, and returns the rootfs in
 // canonical order.
 //
 // Errors: ErrNoLayers; *layer.RefusedError when containerd would fail to unpack
 // a layer; those of Entries; ctx's.
-func Flatten(ctx context.Context, layers []Layer) (*toc.TOC, error) {
+func Rootfs(ctx context.Context, layers []Layer) (*toc.TOC, error) {
 	if len(layers) == 0 {
 		return nil, ErrNoLayers
 	}
@@ -85,7 +96,12 @@ func Flatten(ctx context.Context, layers []Layer) (*toc.TOC, error) {
 			return nil, err
 		}
 	}
-	return toc.Build(ChainID(diffIDs), t.root)
+	x, err := toc.Build(ChainID(diffIDs), t.root)
+	if err != nil {
+		return nil, err
+	}
+	x.Rules = Version
+	return x, nil
 }
 
 // tree is the filesystem as the layers so far have made it.

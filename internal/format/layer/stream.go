@@ -30,6 +30,7 @@ const (
 type stream struct {
 	source *source
 	opts   Options
+	plain  bool        // the blob is the tar stream: source alone hashes it
 	raw    chan []byte // decompressed, not hashed yet
 	out    chan []byte // hashed
 	free   chan []byte
@@ -63,10 +64,11 @@ func (s *source) Read(p []byte) (int, error) {
 	return n, err
 }
 
-func newStream(ctx context.Context, blob io.Reader, blobAlgorithm, diffAlgorithm digest.Algorithm, o Options) *stream {
+func newStream(ctx context.Context, blob io.Reader, blobAlgorithm, diffAlgorithm digest.Algorithm, plain bool, o Options) *stream {
 	s := &stream{
 		source: &source{r: ctxReader{ctx, blob}, hash: blobAlgorithm.Hash()},
 		opts:   o,
+		plain:  plain,
 		raw:    make(chan []byte, chunkCount),
 		out:    make(chan []byte, chunkCount),
 		free:   make(chan []byte, chunkCount),
@@ -84,7 +86,9 @@ func newStream(ctx context.Context, blob io.Reader, blobAlgorithm, diffAlgorithm
 	s.wg.Go(func() {
 		defer close(s.out)
 		for b := range s.raw {
-			s.diff.Write(b)
+			if !s.plain {
+				s.diff.Write(b)
+			}
 			s.total += int64(len(b))
 			s.out <- b // never blocks: it has room for all chunks there are
 		}
@@ -125,6 +129,9 @@ var (
 )
 
 func (s *stream) decompressAs(blob *bufio.Reader) error {
+	if s.plain {
+		return s.copy(blob, "")
+	}
 	magic, err := blob.Peek(4)
 	if err != nil && err != io.EOF {
 		return err
@@ -191,7 +198,7 @@ func (s *stream) copy(r io.Reader, format string) error {
 			return fmt.Errorf("%s: %w", format, err)
 		}
 		if limit := s.opts.Expansion + s.opts.MaxRatio*s.source.n.Load(); total > limit {
-			return refusal{reason: fmt.Sprintf("the first %d bytes of the blob decompress to more than %d, the limit of this server",
+			return refusal{reason: fmt.Sprintf("the first %d bytes of the blob decompress to more than %d, the limit",
 				s.source.n.Load(), limit)}
 		}
 	}
@@ -230,10 +237,10 @@ func (s *stream) Read(p []byte) (int, error) {
 }
 
 // drain reads the rest of the tar stream, which must be zeros, and of the blob.
-func (s *stream) drain() error {
+func drain(stream io.Reader) error {
 	buf := make([]byte, 32<<10)
 	for {
-		n, err := s.Read(buf)
+		n, err := stream.Read(buf)
 		for _, b := range buf[:n] {
 			if b != 0 {
 				return refusal{reason: "data after the end of the tar stream"}

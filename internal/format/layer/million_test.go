@@ -11,7 +11,7 @@ import (
 
 	"github.com/opencontainers/go-digest"
 
-	"hydrofoil.dev/foil/internal/server/layer"
+	"hydrofoil.dev/foil/internal/format/layer"
 )
 
 // many is a tar stream of so many FIFOs. (tar.Writer would take most of the

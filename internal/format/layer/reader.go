@@ -8,9 +8,14 @@ import (
 	"io"
 
 	"github.com/opencontainers/go-digest"
+
+	"hydrofoil.dev/foil/internal/format/recipe"
 )
 
 // Descriptor says which layer is read.
+//
+// If Digest is DiffID, the blob is the tar stream itself: it is taken as it is, and
+// hashed once.
 type Descriptor struct {
 	Digest digest.Digest // of the blob
 	Size   int64         // of the blob, bytes; 0: not known
@@ -23,8 +28,10 @@ type Reader struct {
 	desc    Descriptor
 	opts    Options
 	stream  *stream
+	below   io.Reader // of tar: stream, or what records it
 	tar     *tar.Reader
-	entry   string // the name of the entry at hand, as the layer has it
+	recipe  *recipe.Writer // nil: nobody records
+	entry   string         // the name of the entry at hand, as the layer has it
 	entries int64
 	files   int64
 	content int64 // bytes of all files so far, as their headers say
@@ -47,8 +54,16 @@ func NewReader(ctx context.Context, r io.Reader, d Descriptor, o Options) (*Read
 		diff = d.DiffID.Algorithm()
 	}
 	o = o.withDefaults()
-	s := newStream(ctx, r, d.Digest.Algorithm(), diff, o)
-	return &Reader{desc: d, opts: o, stream: s, tar: tar.NewReader(s)}, nil
+	s := newStream(ctx, r, d.Digest.Algorithm(), diff, d.Digest == d.DiffID, o)
+	return &Reader{desc: d, opts: o, stream: s, below: s, tar: tar.NewReader(s)}, nil
+}
+
+// Record has w make the recipe of the tar stream; contents are numbered as in the
+// entry list of what Next returns. It is called before Next. The caller closes w
+// when Next returned io.EOF; what else it returns makes the recipe worthless.
+func (r *Reader) Record(w *recipe.Writer) {
+	r.recipe, r.below = w, w.Tap(r.stream)
+	r.tar = tar.NewReader(r.below)
 }
 
 // Close ends reading. It does not close the blob's own reader.
@@ -74,6 +89,9 @@ func (r *Reader) Next() (*Entry, error) {
 			break
 		}
 		if e != nil {
+			if e.Size > 0 && r.recipe != nil {
+				r.recipe.Next()
+			}
 			return e, nil
 		}
 	}
@@ -85,10 +103,16 @@ func (r *Reader) Read(p []byte) (int, error) {
 	if r.err != nil {
 		return 0, r.err
 	}
-	n, err := r.tar.Read(p)
+	var n int
+	var err error
+	if r.recipe != nil {
+		n, err = r.recipe.Read(r.tar, p)
+	} else {
+		n, err = r.tar.Read(p)
+	}
 	r.read += int64(n)
 	if err == nil && r.read > r.opts.Expansion+r.opts.MaxRatio*r.stream.source.n.Load() {
-		err = refusal{reason: fmt.Sprintf("the first %d bytes of the blob hold files of more than %d, the limit of this server",
+		err = refusal{reason: fmt.Sprintf("the first %d bytes of the blob hold files of more than %d, the limit",
 			r.stream.source.n.Load(), r.read)}
 	}
 	if err != nil && err != io.EOF {
@@ -107,6 +131,9 @@ func (r *Reader) DiffID() digest.Digest {
 	algorithm := digest.SHA256
 	if r.desc.DiffID != "" {
 		algorithm = r.desc.DiffID.Algorithm()
+	}
+	if r.stream.plain {
+		return digest.NewDigest(algorithm, r.stream.source.hash)
 	}
 	return digest.NewDigest(algorithm, r.stream.diff)
 }
@@ -136,7 +163,7 @@ func (r *Reader) next() (*Entry, error) {
 	}
 	r.entry = h.Name
 	if r.entries++; r.entries > r.opts.MaxEntries {
-		return nil, refusal{reason: fmt.Sprintf("more than %d entries, the limit of this server", r.opts.MaxEntries)}
+		return nil, refusal{reason: fmt.Sprintf("more than %d entries, the limit", r.opts.MaxEntries)}
 	}
 	e, err := r.header(h)
 	if err != nil {
@@ -148,10 +175,10 @@ func (r *Reader) next() (*Entry, error) {
 	if e.Type == Regular {
 		r.files++
 		if e.Size > r.opts.MaxFile {
-			return nil, refusal{reason: fmt.Sprintf("file of %d bytes, the limit of this server is %d", e.Size, r.opts.MaxFile)}
+			return nil, refusal{reason: fmt.Sprintf("file of %d bytes, the limit is %d", e.Size, r.opts.MaxFile)}
 		}
 		if r.content += e.Size; r.content > r.opts.MaxContent {
-			return nil, refusal{reason: fmt.Sprintf("files of more than %d bytes in all, the limit of this server", r.opts.MaxContent)}
+			return nil, refusal{reason: fmt.Sprintf("files of more than %d bytes in all, the limit", r.opts.MaxContent)}
 		}
 	}
 	return e, nil
@@ -217,7 +244,7 @@ const (
 
 // finish reads what follows the tar stream. It returns io.EOF when all is well.
 func (r *Reader) finish() error {
-	if err := r.stream.drain(); err != nil {
+	if err := drain(r.below); err != nil {
 		return err
 	}
 	r.done = true
