@@ -73,7 +73,7 @@ func (c *Client) Kept() (Warming, bool) {
 
 // padding has the server send n bytes.
 func (c *Client) padding(ctx context.Context, n int64) (int64, error) {
-	r, err := c.Stream(ctx, bundle.WarmPath, bundle.Warm{Bytes: n})
+	r, err := c.Stream(ctx, bundle.WarmPath, bundle.Warm{Bytes: n}, 0)
 	if err != nil {
 		return 0, err
 	}

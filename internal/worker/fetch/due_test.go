@@ -1,0 +1,92 @@
+package fetch
+
+import (
+	"errors"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/worker/remote"
+)
+
+// TestAliveIsNoProgress: a server that says for ever that it is at work, and brings nothing, is given up.
+func TestAliveIsNoProgress(t *testing.T) {
+	m := newImage(t, "a", files(20)...)
+	for name, stall := range map[string]func(i int, alive func()) script{
+		"after the header": func(_ int, alive func()) script { return script{early: alive} },
+		"among the frames": func(i int, alive func()) script {
+			return script{before: func(pos int, _ *serving) {
+				if i > 0 || pos == 1 {
+					alive()
+				}
+			}}
+		},
+		"before a header that came once": func(i int, alive func()) script {
+			if i == 0 {
+				return script{early: alive}
+			}
+			return script{header: func(*bundle.Writer) { alive() }}
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			with(t, m, func(t *testing.T, s *server, w *worker) {
+				for i := range 100 {
+					var out *bundle.Writer
+					sc := stall(i, func() {
+						for out.Alive() == nil {
+							time.Sleep(time.Millisecond)
+						}
+					})
+					then := sc.header
+					sc.header = func(o *bundle.Writer) {
+						if out = o; then != nil {
+							then(o)
+						}
+					}
+					s.scripts = append(s.scripts, sc)
+				}
+				c := s.client(t, remote.Options{})
+				defer c.Close()
+				o := w.options(c)
+				o.GiveUp = 500 * time.Millisecond
+				p := Start(t.Context(), o)
+				a := w.arena(t, m)
+				read := make(chan error, 1)
+				go func() { read <- p.Need(t.Context(), a, 0, a.Layout().Size()) }()
+				err := p.Wait()
+				if !errors.Is(err, ErrUnreachable) || !errors.Is(err, remote.ErrStall) || !strings.Contains(err.Error(), "nothing but signs of life") {
+					t.Errorf("Wait: %v", err)
+				}
+				if err := <-read; !errors.Is(err, ErrUnreachable) {
+					t.Errorf("the read: %v", err)
+				}
+			})
+		})
+	}
+}
+
+// TestIngestIsBounded: for an image that it has to ingest first, a server has an hour.
+func TestIngestIsBounded(t *testing.T) {
+	m := newImage(t, "a", files(2)...)
+	synctest.Test(t, func(t *testing.T) {
+		s := newServer(m)
+		s.scripts = []script{{header: func(out *bundle.Writer) {
+			for out.Alive() == nil {
+				time.Sleep(15 * time.Second)
+			}
+		}}}
+		w := newWorker(t, s, t.TempDir())
+		c := s.client(t, remote.Options{})
+		began := time.Now()
+		err := Start(t.Context(), w.options(c)).Wait()
+		if took := time.Since(began); !errors.Is(err, remote.ErrStall) || took < time.Hour || took > time.Hour+time.Minute {
+			t.Errorf("%v after %v", err, took)
+		}
+		c.Close()
+		w.close()
+		time.Sleep(time.Minute) // until the server has noticed
+		s.close()
+	})
+}
