@@ -43,7 +43,8 @@ type Wanted struct {
 // MountFirst does the rest.
 //
 // Errors: api.CodeConflict when what is here of it came by another TOC,
-// api.CodeCorrupt when it is broken and in use, a *Shortage.
+// api.CodeCorrupt when it is broken and in use, api.CodeUnsupported when its metadata
+// would take too much, a *Shortage.
 func (s *Store) Open(w Wanted) (r *Rootfs, made Placement, err error) {
 	s.layout.Lock()
 	defer s.layout.Unlock()
@@ -58,10 +59,6 @@ func (s *Store) Open(w Wanted) (r *Rootfs, made Placement, err error) {
 		return nil, nil, fmt.Errorf("the server sent no TOC of rootfs %s, which is not here", chain)
 	}
 	if r, made, err = s.layOut(w); err != nil {
-		return nil, nil, err
-	}
-	if err := s.Fits(r); err != nil {
-		s.discard(r)
 		return nil, nil, err
 	}
 	s.mu.Lock()
@@ -163,7 +160,17 @@ func (s *Store) layOut(w Wanted) (_ *Rootfs, _ Placement, err error) {
 	if err != nil {
 		return nil, nil, err
 	}
-	meta := begin(func() (string, error) { return s.writeMeta(r, have, layout) })
+	planned, err := s.planMeta(r, have, layout)
+	if err != nil {
+		return nil, nil, err
+	}
+	if err := cmp.Or(tooLarge(t, planned.Size()), s.fits(r, r.PendingMeta(planned.Size())+lengths(layout))); err != nil {
+		return nil, nil, err
+	}
+	meta := begin(func() (string, error) {
+		defer r.PendingMeta(0)
+		return writeMeta(r, planned)
+	})
 	enc := place.Encode()
 	if err := os.WriteFile(r.Path(rootfs.PlacementName), enc, 0o600); err != nil {
 		return nil, nil, errors.Join(err, wait(meta))
