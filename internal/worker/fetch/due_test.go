@@ -90,3 +90,22 @@ func TestIngestIsBounded(t *testing.T) {
 		s.close()
 	})
 }
+
+// TestEmptyAnswer: a server that answers and says nothing is asked again, and it is told why meanwhile.
+func TestEmptyAnswer(t *testing.T) {
+	m := newImage(t, "a", files(20)...)
+	with(t, m, func(t *testing.T, s *server, w *worker) {
+		told := make(chan struct{})
+		var p *Pull
+		s.scripts = []script{{empty: true}, {header: func(*bundle.Writer) { <-told }}}
+		c := s.client(t, remote.Options{})
+		defer c.Close()
+		p = Start(t.Context(), w.options(c))
+		until(t, "why it is asked again is told", func() bool { return p.Progress().Trouble == ErrEmpty.Error() })
+		close(told)
+		if err := p.Wait(); err != nil {
+			t.Fatal(err)
+		}
+		w.check()
+	})
+}

@@ -174,6 +174,10 @@ var ErrStopped = errors.New("stopped")
 // Options.Attempts times.
 var ErrDamaged = errors.New("arrived damaged")
 
+// ErrEmpty is returned, wrapped, by Wait when the server answers that all is well, and ends its answer
+// before the first byte.
+var ErrEmpty = errors.New("the server's answer ends before it begins")
+
 // ErrUnreachable is returned, wrapped, by Wait when nothing arrived for
 // Options.GiveUp.
 var ErrUnreachable = errors.New("no success in reaching")

@@ -156,6 +156,7 @@ type script struct {
 	behind  int                                 // frames of the last startup set that come after the plan
 	between func(left int, s *serving)          // called before each frame of the last startup set
 	header  func(*bundle.Writer)                // called before the images
+	empty   bool                                // the answer is 200, and nothing
 	noHold  bool                                // the server knows no holds
 	along   int                                 // frames that are sent along behind a promoted one, as older servers do
 }
@@ -290,6 +291,9 @@ func (s *server) pull(w http.ResponseWriter, r *http.Request) {
 	}()
 	if sc.after != "" {
 		w.Header().Set("Retry-After", sc.after)
+	}
+	if sc.empty {
+		return
 	}
 	if sc.body != "" {
 		http.Error(w, sc.body, sc.status)

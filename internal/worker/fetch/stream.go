@@ -72,7 +72,11 @@ func (p *Pull) stream(stalls int) (err error) {
 	stall := p.opts.Client.StallTimeout()
 	resp.Patience(min(stall<<stalls, max(stall, p.opts.GiveUp/2)))
 	s.due = p.due(resp)
+	moved := p.counts.moved.Load()
 	err = s.read(ctx, counted{resp, &p.counts.moved}, &req)
+	if errors.Is(err, io.ErrUnexpectedEOF) && p.counts.moved.Load() == moved {
+		err = ErrEmpty
+	}
 	// What has been read may still be on its way to the arena; the next
 	// request must know it.
 	s.end()
