@@ -71,7 +71,11 @@ func serveNode(ctx context.Context, n *node.Node, opts node.Options, at sockets,
 		all.Go(func() error { return s.Serve(ctx, at.snapshotter) })
 	}
 	if at.mirror != "off" {
-		l, err := net.Listen("tcp", at.mirror)
+		var l net.Listener
+		key, err := mirror.LoadKey(opts.Root, at.mirror)
+		if err == nil {
+			l, err = net.Listen("tcp", at.mirror)
+		}
 		if err != nil {
 			opts.Logger.Error("containerd has no mirror here, and asks registries itself; name another port with --mirror-listen, and in hosts.toml", "error", err)
 		} else {
@@ -84,7 +88,7 @@ func serveNode(ctx context.Context, n *node.Node, opts node.Options, at sockets,
 				to.Expect = s.Expect
 			}
 			m := mirror.New(to)
-			all.Go(func() error { return m.Serve(ctx, l) })
+			all.Go(func() error { return m.Serve(ctx, l, key) })
 		}
 	}
 	if at.criProxy != "off" {
