@@ -56,7 +56,7 @@ type Options struct {
 	// Logger gets what an operator should know. Nil: slog.Default().
 	Logger *slog.Logger
 	// MaxPending bounds the reads that wait, each of which costs a goroutine and, at a
-	// fanotify gate, a descriptor; 0 means 16,000. It is lowered to what RLIMIT_NOFILE
+	// fanotify gate, a descriptor; 0 means 1,024 there, and 16,000 at a FUSE gate. It is lowered to what RLIMIT_NOFILE
 	// leaves room for. Of one arena as many may wait as are free; see slots.
 	MaxPending int
 
@@ -242,7 +242,7 @@ func newFanotify(group *os.File, j *journal, limit uint64, o Options) (*Fanotify
 		g.log = slog.Default()
 	}
 	if g.slots.max <= 0 {
-		g.slots.max = defaultMaxPending
+		g.slots.max = fanotifyPending
 	}
 	// A quarter of the numbers is for everything else that the process opens,
 	// and two batches of slots for what is in hand when the bound is met.

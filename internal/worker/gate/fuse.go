@@ -258,7 +258,7 @@ func newFUSE(dev *os.File, o Options) (*FUSE, error) {
 		grace:   fuseGrace,
 	}
 	if g.slots.max <= 0 {
-		g.slots.max = defaultMaxPending
+		g.slots.max = fusePending
 	}
 	g.slots.max = min(g.slots.max, kernel.FuseBackground)
 	if g.log == nil {
