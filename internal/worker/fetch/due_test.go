@@ -50,7 +50,7 @@ func TestAliveIsNoProgress(t *testing.T) {
 				c := s.client(t, remote.Options{})
 				defer c.Close()
 				o := w.options(c)
-				o.GiveUp = 500 * time.Millisecond
+				o.GiveUp = 2 * time.Second
 				p := Start(t.Context(), o)
 				a := w.arena(t, m)
 				read := make(chan error, 1)
