@@ -17,10 +17,19 @@ const (
 	GateLoop     = "loop"     // the same, with loop devices below EROFS
 )
 
-// Systemd reports whether systemd is this host's service manager (sd_booted(3)).
+// Systemd reports whether systemd is this host's service manager (sd_booted(3)), and its services have the same
+// mounts as this process.
 func Systemd() bool {
 	st, err := os.Stat("/run/systemd/system")
-	return err == nil && st.IsDir()
+	if err != nil || !st.IsDir() {
+		return false
+	}
+	own, err := os.Readlink("/proc/self/ns/mnt")
+	if err != nil {
+		return false
+	}
+	its, err := os.Readlink("/proc/1/ns/mnt")
+	return err == nil && own == its
 }
 
 // ChooseGate returns the best gate that this host can have with its root

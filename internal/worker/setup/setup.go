@@ -96,8 +96,11 @@ func checkHosts(ctx context.Context, o Options) (named []string, list []finding)
 			}
 			hosts, err := config.ConfigureHosts(ctx, config.HostOptions{HostDir: func(string) (string, error) { return dir, nil }})(registry)
 			if err != nil {
-				list = append(list, finding{Name: "hosts.toml", State: containerd.Wrong, Detail: fmt.Sprintf("%s: %v", file, err),
-					Fix: "correct " + file + ", or the files that it names (ca, client): neither containerd nor foil node pulls from that registry"})
+				fix := "correct " + file + ", or the files that it names (ca, client): neither containerd nor foil node pulls from that registry"
+				if os.Geteuid() != 0 && errors.Is(err, os.ErrPermission) {
+					fix = "ask again as root"
+				}
+				list = append(list, finding{Name: "hosts.toml", State: containerd.Wrong, Detail: fmt.Sprintf("%s: %v", file, err), Fix: fix})
 				continue
 			}
 			read++
