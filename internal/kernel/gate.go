@@ -65,7 +65,7 @@ func chooseGate(ctx context.Context, dir string, kept bool) (gate, why string, e
 		if _, err := probeFUSE(ctx, dir); err != nil {
 			return GateFanotify, fmt.Sprintf("no FUSE (%v), whose gate fails reads: if daemon and keeper are killed together, reads of absent bytes return zeros", err), nil
 		}
-		return GateFUSE, "no service manager keeps the gate: if daemon and keeper were killed together, reads at a fanotify gate would return zeros; at this one they fail, and reads before an image is complete cost about twice as much", nil
+		return GateFUSE, "no service manager keeps the gate: if daemon and keeper were killed together, reads at a fanotify gate would return zeros; at this one they fail; containers that began before an image was complete read through the daemon until they end", nil
 	}
 	fromFiles := erofsErr == nil
 	if !fromFiles && !errors.Is(erofsErr, unix.ENOTBLK) {
