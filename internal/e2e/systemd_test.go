@@ -332,6 +332,17 @@ func TestTheUnitUnderSystemd(t *testing.T) {
 	ctl("stop", "foil-node")
 }
 
+// stalls waits until a link stalls that does so after n bytes: what has not come by then does not, whoever reads it.
+func stalls(t *testing.T, k *link, n int64) {
+	t.Helper()
+	eventually(t, "the link stalls", func() error {
+		if moved := k.bytesMoved(); moved < n {
+			return fmt.Errorf("%d bytes have moved", moved)
+		}
+		return nil
+	})
+}
+
 // A daemon that a command starts is a unit of systemd where there is systemd: a read that waits gets its bytes although
 // daemon and keeper are killed together.
 func TestStartedAsAUnit(t *testing.T) {
@@ -371,6 +382,7 @@ func TestStartedAsAUnit(t *testing.T) {
 		t.Fatal("the daemon is no unit")
 	}
 	unit := list[0]
+	stalls(t, k, 3<<20)
 	r := startReader(t, filepath.Join(fmt.Sprintf("/proc/%d/root", sd.pid), w.mountOf(ref), "data/00199"))
 	r.waits(t)
 	sd.must(t, "kill", "--signal=SIGKILL", "--kill-who=all", unit)
@@ -412,6 +424,7 @@ func TestGateThatNobodyKeeps(t *testing.T) {
 		t.Fatalf("the gate: %+v, %v", st, err)
 	}
 	mnt, truth := w.mountOf(ref), unpack(t, img)
+	stalls(t, k, 3<<20)
 	waiting := startReader(t, filepath.Join(mnt, "data/00199"))
 	waiting.waits(t)
 	keepers := pidsOf(t, w.root, "keeper")
