@@ -21,15 +21,22 @@ type due struct {
 	most time.Duration // between two sections that bring something, the header's being the first
 }
 
-// due returns that of an answer of the pull. Of GiveUp it gets the half, so that there is time to ask again.
+// due returns that of an answer of the pull.
 func (p *Pull) due(resp *remote.Stream) due {
-	most := max(p.opts.GiveUp/2, time.Nanosecond)
-	if p.counts.opened.Load() == 0 {
-		resp.Limit(max(ingestMost-time.Since(p.began), most))
-	} else {
-		resp.Limit(most)
-	}
+	first, most := allowed(p.opts.GiveUp, time.Since(p.began), p.counts.opened.Load() > 0)
+	resp.Limit(first)
 	return due{resp, most}
+}
+
+// allowed is how long an answer may take for the first section that brings something, and from one to the next: of
+// giveUp the half, so that there is time to ask again. opened says that the header came with an earlier answer, and
+// elapsed how long the pull has gone on.
+func allowed(giveUp, elapsed time.Duration, opened bool) (first, most time.Duration) {
+	most = max(giveUp/2, time.Nanosecond)
+	if opened {
+		return most, most
+	}
+	return max(ingestMost-elapsed, most), most
 }
 
 // headerWithin is how long the server may take to answer at all; 0: as long as that of an image that it has to

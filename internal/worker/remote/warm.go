@@ -78,9 +78,9 @@ func (c *Client) padding(ctx context.Context, n int64) (int64, error) {
 		return 0, err
 	}
 	defer r.Close()
-	got, err := io.Copy(io.Discard, r)
+	got, err := io.Copy(io.Discard, io.LimitReader(r, n+1))
 	if err == nil && got != n {
-		err = fmt.Errorf("post %s: %d bytes, asked for %d", r.url, got, n)
+		err = fmt.Errorf("post %s: %d bytes or more, asked for %d", r.url, got, n)
 	}
 	return got, err
 }
