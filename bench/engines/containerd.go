@@ -112,7 +112,7 @@ type containerdWorker struct {
 	cri         bool   // with Kubernetes' plugins
 	namespace   string // of containerd's
 	hosts       string // directory of hosts.toml, if that says how to reach the registry
-	mirror      string // address that is asked before the registry, if any
+	mirror      string // what hosts.toml says of hosts that are asked before the registry, if any
 	daemon      *site.Process
 	runs        int
 }

@@ -21,6 +21,7 @@ import (
 	"hydrofoil.dev/foil/bench/link"
 	"hydrofoil.dev/foil/bench/site"
 	"hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/kernel"
 	"hydrofoil.dev/foil/internal/worker/api"
 	"hydrofoil.dev/foil/internal/worker/launch"
 )
@@ -255,6 +256,10 @@ type foilWorker struct {
 func (w *foilWorker) Start(ctx context.Context) (err error) {
 	// Reports would make the sets of later runs others than those of earlier ones.
 	args := []string{"node", "--root", w.root}
+	// The gate that it would have under systemd.
+	if gate, _, err := kernel.ChooseGate(ctx, filepath.Dir(w.root), true); err == nil {
+		args = append(args, "--gate", gate)
+	}
 	if !w.reports {
 		args = append(args, "--report", "off")
 	}

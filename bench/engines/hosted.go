@@ -75,11 +75,17 @@ type hosted struct {
 // newHosted makes a daemon for a containerd, and tells that of it.
 func newHosted(s *site.Site, p Programs, dir string, c *containerdWorker) *hosted {
 	root := filepath.Join(dir, "foil")
-	c.proxy, c.hosts, c.mirror = filepath.Join(root, "run", "snapshotter.sock"), filepath.Join(dir, "certs.d"), mirrorAddr
+	c.proxy, c.hosts, c.mirror = filepath.Join(root, "run", "snapshotter.sock"), filepath.Join(dir, "certs.d"), mirrorHosts(root)
 	return &hosted{containerd: c, foilWorker: &foilWorker{
 		site: s, foil: p.Foil, root: root, connected: true,
 		flags: []string{"--mirror-listen", mirrorAddr, "--hosts-dir", c.hosts, "--docker-config", ""},
 	}}
+}
+
+// mirrorHosts is what hosts.toml says of the mirror of a root.
+func mirrorHosts(root string) string {
+	key := filepath.Join(root, "mirror", "key.pem")
+	return fmt.Sprintf("[host.%q]\ncapabilities = [\"pull\", \"resolve\"]\nca = %q\nclient = %q", "https://"+mirrorAddr, key, key)
 }
 
 // Start starts the daemon; its snapshotter and its mirror answer when it returns.
@@ -237,17 +243,16 @@ func (w *hostedWorker) Stop() error {
 }
 
 // writeHosts writes the registry's hosts.toml below a directory, as
-// deploy/containerd has it; mirror is an address that is asked first, if any.
-func writeHosts(dir, mirror string) error {
+// deploy/containerd has it; hosts are those that are asked first, if any.
+func writeHosts(dir, hosts string) error {
 	path := filepath.Join(dir, strings.Replace(RegistryAddr, ":", "_", 1)+"_", "hosts.toml")
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 		return fmt.Errorf("bench: %w", err)
 	}
-	first := RegistryAddr
-	if mirror != "" {
-		first = mirror
+	if hosts == "" {
+		hosts = fmt.Sprintf("[host.%q]\ncapabilities = [\"pull\", \"resolve\"]", "http://"+RegistryAddr)
 	}
-	text := fmt.Sprintf("server = %q\n[host.%q]\ncapabilities = [\"pull\", \"resolve\"]\n", "http://"+RegistryAddr, "http://"+first)
+	text := fmt.Sprintf("server = %q\n%s\n", "http://"+RegistryAddr, hosts)
 	if err := os.WriteFile(path, []byte(text), 0o644); err != nil {
 		return fmt.Errorf("bench: %w", err)
 	}

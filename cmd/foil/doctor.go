@@ -92,7 +92,7 @@ func workerFindings(cmd *cobra.Command, root, file string) ([]containerd.Finding
 	}
 	ctx, cancel := context.WithTimeout(cmd.Context(), 10*time.Second)
 	defer cancel()
-	o := setup.Options{HostsDirs: get("hosts-dir"), Mirror: get("mirror-listen"), Metrics: get("metrics-listen"), DiskLimit: get("disk-limit"), Version: version()}
+	o := setup.Options{Root: root, HostsDirs: get("hosts-dir"), Mirror: get("mirror-listen"), Metrics: get("metrics-listen"), DiskLimit: get("disk-limit"), Version: version()}
 	if _, err := os.Stat("/run/systemd/system"); err == nil {
 		out, err := exec.CommandContext(ctx, "systemctl", "show", "--property="+strings.Join(setup.UnitProperties, ","), containerd.Unit).Output()
 		if err == nil {

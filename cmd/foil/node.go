@@ -114,7 +114,7 @@ func (f *nodeFlags) add(flags *pflag.FlagSet) {
 	flags.StringVar(&f.startup, "startup", "on", "startup sets, the pages that a start touches, sent before all else: `on` or off")
 	flags.StringVar(&f.at.snapshotter, "snapshotter-socket", "default", "`PATH` of the socket for containerd; default: DIR/run/snapshotter.sock; off: none")
 	flags.StringSliceVar(&f.groups, "origin-group", nil, "`REGISTRIES` that trust each other, with spaces between them: what came for images of one is used for those of the others, which whoever runs one of them can choose then. Without a group each registry is a wall: what images of two have in common is fetched once for each")
-	flags.StringVar(&f.at.mirror, "mirror-listen", "off", "`HOST:PORT` of loopback at which containerd resolves images, so that pull and resolve are one request to the server; a port below 1024, which only root can take; off: none")
+	flags.StringVar(&f.at.mirror, "mirror-listen", "off", "`HOST:PORT` of loopback at which containerd resolves images, so that pull and resolve are one request to the server; by TLS, for those who have mirror/key.pem of the root; off: none")
 	flags.StringVar(&f.at.criProxy, "cri-proxy-socket", "off", "`PATH` of a socket for the kubelet's --image-service-endpoint, by which the daemon learns the credentials of its pulls; off: none")
 	flags.StringVar(&f.at.criEndpoint, "cri-endpoint", "/run/containerd/containerd.sock", "`PATH` of containerd's socket, which what comes by --cri-proxy-socket goes to")
 	flags.StringVar(&f.opts.Hosts.Dirs, "hosts-dir", hosts.DefaultDirs, "`DIRS`, separated by colons, with containerd's configuration of registry hosts (HOST/hosts.toml); read for each pull")

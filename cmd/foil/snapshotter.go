@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
 	"log/slog"
 	"net"
@@ -37,9 +38,13 @@ func serveNode(ctx context.Context, n *node.Node, opts node.Options, at sockets,
 	var s *snapshotter.Snapshotter
 	evict := true
 	var asks net.Listener // where containerd asks the mirror
+	var key *tls.Certificate
 	if at.mirror != "off" {
 		var err error
-		if asks, err = net.Listen("tcp", at.mirror); err != nil {
+		if key, err = mirror.LoadKey(opts.Root, at.mirror); err == nil {
+			asks, err = net.Listen("tcp", at.mirror)
+		}
+		if err != nil {
 			opts.Logger.Error("containerd has no mirror here, and asks registries itself; name another port with --mirror-listen, and in hosts.toml", "error", err)
 		}
 	}
@@ -89,7 +94,7 @@ func serveNode(ctx context.Context, n *node.Node, opts node.Options, at sockets,
 			to.Expect, to.Claim, to.Besides = s.Expect, s.Claim, s.Besides
 		}
 		m := mirror.New(to)
-		all.Go(func() error { return m.Serve(ctx, asks) })
+		all.Go(func() error { return m.Serve(ctx, asks, key) })
 	}
 	if at.criProxy != "off" {
 		all.Go(func() error {

@@ -2,6 +2,8 @@ package e2e
 
 import (
 	"context"
+	"crypto/tls"
+	"crypto/x509"
 	"encoding/json"
 	"fmt"
 	"net/http"
@@ -22,6 +24,7 @@ import (
 	cri "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"hydrofoil.dev/foil/internal/format/layer/layertest"
+	"hydrofoil.dev/foil/internal/worker/mirror"
 	"hydrofoil.dev/foil/internal/worker/snapshotter"
 )
 
@@ -35,11 +38,31 @@ func startMirrored(t testing.TB, f *front) *worker {
 	}
 	at := freeAddr(t)
 	text := strings.ReplaceAll(string(b), "127.0.0.1:598", at)
+	root := workerRoot(t)
+	text = strings.ReplaceAll(text, "/var/lib/foil", root)
 	text = strings.Replace(text, `server = "https://registry.example"`, "server = \""+f.URL+"\"\nca = \"../ca.pem\"", 1)
 	hosts := hostsDir(t, f, "registry.example", text)
-	w := startWorker(t, workerRoot(t), "--hosts-dir", hosts, "--docker-config", "", "--mirror-listen", at, "--log-level", "debug")
+	w := startWorker(t, root, "--hosts-dir", hosts, "--docker-config", "", "--mirror-listen", at, "--log-level", "debug")
 	w.hosts = hosts
 	return w
+}
+
+// withKey is a client that has the key of a root's mirror.
+func withKey(t testing.TB, root string) *http.Client {
+	t.Helper()
+	b, err := os.ReadFile(mirror.KeyPath(root))
+	if err != nil {
+		t.Fatal(err)
+	}
+	pair, err := tls.X509KeyPair(b, b)
+	if err != nil {
+		t.Fatal(err)
+	}
+	cas := x509.NewCertPool()
+	cas.AppendCertsFromPEM(b)
+	c := &http.Client{Transport: &http.Transport{TLSClientConfig: &tls.Config{RootCAs: cas, Certificates: []tls.Certificate{pair}}}}
+	t.Cleanup(c.CloseIdleConnections)
+	return c
 }
 
 // taken returns the requests that came to the server since the last call, but for
@@ -252,7 +275,7 @@ func TestMirrorKilled(t *testing.T) {
 	args := w.cmd.Args
 	at := args[slices.Index(args, "--mirror-listen")+1]
 	eventually(t, "snapshots are made of an image that is resolved", func() error {
-		r, err := http.Head("http://" + at + "/v2/app/manifests/1?ns=registry.example")
+		r, err := withKey(t, w.root).Head("https://" + at + "/v2/app/manifests/1?ns=registry.example")
 		if err != nil {
 			return err
 		}

@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"hydrofoil.dev/foil/internal/kernel"
 	"hydrofoil.dev/foil/internal/logtest"
 	"hydrofoil.dev/foil/internal/worker/api"
 	"hydrofoil.dev/foil/internal/worker/snapshotter"
@@ -329,4 +330,135 @@ func TestTheUnitUnderSystemd(t *testing.T) {
 		}
 	}
 	ctl("stop", "foil-node")
+}
+
+// stalls waits until a link stalls that does so after n bytes: what has not come by then does not, whoever reads it.
+func stalls(t *testing.T, k *link, n int64) {
+	t.Helper()
+	eventually(t, "the link stalls", func() error {
+		if moved := k.bytesMoved(); moved < n {
+			return fmt.Errorf("%d bytes have moved", moved)
+		}
+		return nil
+	})
+}
+
+// A daemon that a command starts is a unit of systemd where there is systemd: a read that waits gets its bytes although
+// daemon and keeper are killed together.
+func TestStartedAsAUnit(t *testing.T) {
+	run, err := exec.LookPath("systemd-run")
+	if err != nil {
+		t.Skipf("skip: %v", err)
+	}
+	s := startServer(t, t.TempDir())
+	img := manyFiles(t, 200, 60_000, 4, 0)
+	k := newLink(t, s.addr, 0)
+	k.stallAfter(3 << 20)
+	ref := k.via(s.push("half", "1", img))
+	root := workerRoot(t)
+	units := t.TempDir()
+	for _, name := range []string{"sysinit", "basic", "shutdown"} { // what any unit depends on
+		if err := os.WriteFile(filepath.Join(units, name+".target"), []byte("[Unit]\nDefaultDependencies=no\n"), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	sd := startSystemd(t, units)
+	pull := exec.Command("nsenter", "-t", fmt.Sprint(sd.pid), "-m", "-p", "-C", foil, "pull", "--root", root, "--until", "mounted", ref)
+	pull.Env = append(os.Environ(), "PATH="+filepath.Dir(run)+":"+os.Getenv("PATH"))
+	if out, err := pull.CombinedOutput(); err != nil {
+		t.Fatalf("pull: %v\n%s", err, out)
+	}
+	w := &worker{process: &process{t: t}, root: root, client: api.Dial(root)}
+	t.Cleanup(w.client.Close)
+	st, err := w.client.Status(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if gate := bestGate(); st.Gate != gate {
+		t.Errorf("the gate is %s, want %s: systemd keeps it", st.Gate, gate)
+	}
+	list := strings.Fields(sd.must(t, "list-units", "--plain", "--no-legend", "foil-node-*"))
+	if len(list) == 0 {
+		t.Fatal("the daemon is no unit")
+	}
+	unit := list[0]
+	stalls(t, k, 3<<20)
+	r := startReader(t, filepath.Join(fmt.Sprintf("/proc/%d/root", sd.pid), w.mountOf(ref), "data/00199"))
+	r.waits(t)
+	sd.must(t, "kill", "--signal=SIGKILL", "--kill-who=all", unit)
+	eventually(t, "systemd starts the daemon again", func() error {
+		now, err := w.client.Status(t.Context())
+		if err == nil && now.PID == st.PID {
+			err = errors.New("it is there still")
+		}
+		return err
+	})
+	r.waits(t)
+	k.open()
+	want, err := os.ReadFile(filepath.Join(unpack(t, img), "data/00199"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := r.ends(t); !bytes.Equal(got, want) {
+		t.Errorf("the read that waited got %d bytes (%v), not those of the file", len(got), r.err)
+	}
+	w.mustPull(ref, api.Complete)
+	// Told to end, it does not come back.
+	sd.must(t, "stop", unit)
+	if _, err := w.client.Status(t.Context()); err == nil {
+		t.Error("it was stopped, and answers")
+	}
+}
+
+// Without a service manager a daemon has a gate that fails closed: daemon and keeper are killed together, and what waits
+// and what comes fails, or gets the file's bytes; none gets zeros.
+func TestGateThatNobodyKeeps(t *testing.T) {
+	s := startServer(t, t.TempDir())
+	img := manyFiles(t, 200, 60_000, 4, 0)
+	k := newLink(t, s.addr, 0)
+	k.stallAfter(3 << 20)
+	ref := k.via(s.push("half", "1", img))
+	w := startWorker(t, workerRoot(t), "--gate", "auto")
+	w.mustPull(ref, api.Mounted)
+	if st, err := w.client.Status(t.Context()); err != nil || st.Gate == kernel.GateFanotify {
+		t.Fatalf("the gate: %+v, %v", st, err)
+	}
+	mnt, truth := w.mountOf(ref), unpack(t, img)
+	stalls(t, k, 3<<20)
+	waiting := startReader(t, filepath.Join(mnt, "data/00199"))
+	waiting.waits(t)
+	keepers := pidsOf(t, w.root, "keeper")
+	for _, pid := range keepers {
+		_ = syscall.Kill(pid, syscall.SIGSTOP) // cannot be noticed or restarted in between
+	}
+	w.signal(syscall.SIGKILL)
+	for _, pid := range keepers {
+		_ = syscall.Kill(pid, syscall.SIGKILL)
+	}
+	<-w.done
+	if got := waiting.ends(t); len(got) > 0 || waiting.err == nil {
+		t.Errorf("the read that waited got %d bytes, %v", len(got), waiting.err)
+	}
+	failed := 0
+	for i := range 200 {
+		name := fmt.Sprintf("data/%05d", i)
+		got, err := exec.Command("cat", filepath.Join(mnt, name)).Output()
+		want, werr := os.ReadFile(filepath.Join(truth, name))
+		if werr != nil {
+			t.Fatal(werr)
+		}
+		if err != nil {
+			failed++
+			want = want[:len(got)]
+		}
+		if !bytes.Equal(got, want) {
+			t.Fatalf("%s: wrong bytes", name)
+		}
+	}
+	if failed == 0 {
+		t.Error("no read failed")
+	}
+	k.open()
+	w = startWorker(t, w.root, "--gate", "auto")
+	intact(t, w, ref, img)
 }

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"strings"
 	"syscall"
 	"unsafe"
 
@@ -32,7 +33,7 @@ type FanotifyEvent struct {
 	// holds the group may answer it under this number, even when the
 	// descriptor is long closed. Negative: no descriptor could be made.
 	Number int32
-	PID    int32 // of the process that reads
+	PID    int32 // of the thread that reads; 0: none that can be seen from here
 	// Offset and Count are the range in bytes; meaningful if Ranged. An event
 	// without a range stands for the whole file.
 	Offset, Count uint64
@@ -49,12 +50,28 @@ type FanotifyEvent struct {
 // non-blocking.
 func NewFanotifyGroup() (*os.File, error) {
 	fd, err := unix.FanotifyInit(
-		unix.FAN_CLASS_PRE_CONTENT|unix.FAN_CLOEXEC|unix.FAN_NONBLOCK|unix.FAN_UNLIMITED_QUEUE|unix.FAN_UNLIMITED_MARKS,
+		unix.FAN_CLASS_PRE_CONTENT|unix.FAN_CLOEXEC|unix.FAN_NONBLOCK|unix.FAN_UNLIMITED_QUEUE|unix.FAN_UNLIMITED_MARKS|unix.FAN_REPORT_TID,
 		unix.O_RDWR|unix.O_LARGEFILE|unix.O_CLOEXEC)
 	if err != nil {
 		return nil, fmt.Errorf("make a fanotify group for pre-content events (Linux 6.14, root): %w", err)
 	}
 	return os.NewFile(uintptr(fd), "fanotify"), nil
+}
+
+// FanotifyNamesThreads reports whether events of a group name threads. Those of groups that were made
+// otherwise name processes.
+func FanotifyNamesThreads(group int) (bool, error) {
+	b, err := os.ReadFile(fmt.Sprintf("/proc/self/fdinfo/%d", group))
+	if err != nil {
+		return false, fmt.Errorf("read the flags of a fanotify group: %w", err)
+	}
+	for line := range strings.Lines(string(b)) {
+		var flags uint64
+		if n, _ := fmt.Sscanf(line, "fanotify flags:%x", &flags); n == 1 {
+			return flags&unix.FAN_REPORT_TID != 0, nil
+		}
+	}
+	return false, nil
 }
 
 // Unpolled returns f under another descriptor, which the Go runtime does not wait for by

@@ -52,12 +52,17 @@ func TestFeatures(t *testing.T) {
 	if f[FeaturePreContent].Have && (major < 6 || major == 6 && minor < 14) {
 		t.Errorf("pre-content events before Linux 6.14: %+v", f[FeaturePreContent])
 	}
-	gate, why, err := ChooseGate(context.Background(), root)
+	gate, why, err := ChooseGate(context.Background(), root, Systemd())
 	if (err == nil) != f[FeatureGate].Have || err == nil && !strings.HasPrefix(f[FeatureGate].Detail, gate) {
 		t.Errorf("gate %q (%s), %v, but the feature %+v", gate, why, err, f[FeatureGate])
 	}
-	if want := f[FeatureGated].Have && f[FeatureErofs].Have; want != (gate == GateFanotify) || (gate == GateFanotify) != (why == "") {
-		t.Errorf("gate %q (%s)", gate, why)
+	best := f[FeatureGated].Have && f[FeatureErofs].Have
+	if gate, why, _ = ChooseGate(context.Background(), root, true); best != (gate == GateFanotify) || best != (why == "") {
+		t.Errorf("gate %q (%s) where it is kept", gate, why)
+	}
+	// One that nobody keeps fails closed where that is possible.
+	if gate, why, _ = ChooseGate(context.Background(), root, false); best && (f[FeatureFUSE].Have != (gate == GateFUSE) || !strings.Contains(why, "return zeros")) {
+		t.Errorf("gate %q (%s) where nobody keeps it", gate, why)
 	}
 	if f[FeatureGated].Have && !f[FeaturePreContent].Have {
 		t.Error("a gate without pre-content events")

@@ -55,11 +55,14 @@ const (
 	// FuseMaxRead is the most that one FuseRead asks for, in bytes.
 	FuseMaxRead = 256 << 10
 
-	fuseMajor      = 7
-	fuseMinMinor   = 31
-	fuseMaxMinor   = 40 // what this code was written against (Linux 6.9)
-	fuseMaxWrite   = 4096
-	fuseBackground = 1024
+	// FuseBackground is how many requests that nobody waits for by name can be without an answer, the
+	// most that the protocol can say: beyond, the kernel holds back all further ones, whatever file they read.
+	FuseBackground = 1<<16 - 1
+
+	fuseMajor    = 7
+	fuseMinMinor = 31
+	fuseMaxMinor = 40 // what this code was written against (Linux 6.9)
+	fuseMaxWrite = 4096
 
 	fuseAsyncRead = 1 << 0
 	fuseAsyncDIO  = 1 << 15
@@ -195,8 +198,8 @@ func FuseInitAnswer(dst []byte, r FuseRequest) []byte {
 	dst = le.AppendUint32(dst, min(r.minor, fuseMaxMinor))
 	dst = le.AppendUint32(dst, r.readAhead)
 	dst = le.AppendUint32(dst, r.flags&(fuseAsyncRead|fuseAsyncDIO|fuseParallel|fuseMaxPages|fuseInitExt))
-	dst = le.AppendUint16(dst, fuseBackground)
-	dst = le.AppendUint16(dst, fuseBackground*3/4)
+	dst = le.AppendUint16(dst, FuseBackground)
+	dst = le.AppendUint16(dst, FuseBackground) // congested, which nothing here asks for
 	dst = le.AppendUint32(dst, fuseMaxWrite)
 	dst = le.AppendUint32(dst, 1) // time granularity, ns
 	dst = le.AppendUint16(dst, FuseMaxRead/4096)

@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"hydrofoil.dev/foil/internal/backoff"
+	"hydrofoil.dev/foil/internal/kernel"
 )
 
 // LogPath is where a daemon that EnsureDaemon started writes its log.
@@ -28,14 +29,17 @@ type EnsureOptions struct {
 	// Timeout bounds the wait for the socket to answer. 0: 30 s, which a daemon
 	// that takes over many mounts after a reboot does not need.
 	Timeout time.Duration
+	// SystemdRun is the program systemd-run. Empty: that of a host whose service manager
+	// is systemd, or none.
+	SystemdRun string
 }
 
 // startTail is how much of the log an error quotes, in bytes.
 const startTail = 2048
 
 // EnsureDaemon returns a client of the daemon at root, and starts that daemon when
-// nobody listens on its socket: in a session of its own, so that it outlives the
-// command and its terminal, with its output in LogPath(root). Commands that
+// nobody listens on its socket: as a transient unit of systemd, or else in a session of its own, so that it
+// outlives the command and its terminal, with its output in LogPath(root). Commands that
 // start at the same time start one daemon between them. When the daemon ends
 // instead of answering, the error quotes the end of its log.
 func EnsureDaemon(ctx context.Context, root string, opts EnsureOptions) (*Client, error) {
@@ -66,7 +70,7 @@ func EnsureDaemon(ctx context.Context, root string, opts EnsureOptions) (*Client
 	if err := c.listens(limit); !isNoDaemon(err) {
 		return orClose(c, err)
 	}
-	return orClose(c, start(limit, c, root, opts.Command))
+	return orClose(c, start(limit, c, root, opts))
 }
 
 func isNoDaemon(err error) bool {
@@ -83,7 +87,8 @@ func orClose(c *Client, err error) (*Client, error) {
 }
 
 // start starts the daemon and waits until it answers c.
-func start(ctx context.Context, c *Client, root string, command []string) error {
+func start(ctx context.Context, c *Client, root string, opts EnsureOptions) error {
+	command := opts.Command
 	if len(command) == 0 {
 		self, err := os.Executable()
 		if err != nil {
@@ -100,6 +105,23 @@ func start(ctx context.Context, c *Client, root string, command []string) error 
 	if err != nil {
 		return fmt.Errorf("start a daemon: open its log: %w", err)
 	}
+	run := opts.SystemdRun
+	if run == "" && kernel.Systemd() {
+		run, _ = exec.LookPath("systemd-run") // without it there is no unit
+	}
+	if run != "" {
+		err := startUnit(ctx, run, root, command)
+		if err == nil {
+			return answers(ctx, c, root, unitOf(root), func() error { return nil }, log, from)
+		}
+		if said := tail(log, from); said != nil {
+			return fmt.Errorf("the daemon ended at once (%w); the end of %s:\n%s", err, LogPath(root), said)
+		}
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		// It was never started: systemd does not take units from here.
+	}
 	cmd := exec.Command(command[0], command[1:]...)
 	cmd.Dir = "/" // keeps no filesystem of the caller's busy
 	cmd.Stdout, cmd.Stderr = log, log
@@ -111,21 +133,30 @@ func start(ctx context.Context, c *Client, root string, command []string) error 
 	// The daemon stays when this command ends, so nobody waits for it; until it
 	// answers, wait4 asks whether it is still there.
 	defer cmd.Process.Release()
+	return answers(ctx, c, root, fmt.Sprintf("process %d", pid), func() error {
+		var ws unix.WaitStatus
+		if done, werr := unix.Wait4(pid, &ws, unix.WNOHANG, nil); werr == nil && done == pid {
+			return errors.New(ending(ws))
+		}
+		return nil
+	}, log, from)
+}
 
+// answers waits until a daemon answers c. ended says how it has ended; nil: it has not.
+func answers(ctx context.Context, c *Client, root, name string, ended func() error, log *os.File, from int64) error {
 	pauses := backoff.Backoff{First: time.Millisecond, Most: 50 * time.Millisecond}
 	for n := 1; ; n++ {
 		_, err := c.Status(ctx)
 		if err == nil {
 			return nil
 		}
-		var ws unix.WaitStatus
-		if done, werr := unix.Wait4(pid, &ws, unix.WNOHANG, nil); werr == nil && done == pid {
-			return fmt.Errorf("the daemon ended at once (%s); the end of %s:\n%s", ending(ws), LogPath(root), tail(log, from))
+		if how := ended(); how != nil {
+			return fmt.Errorf("the daemon ended at once (%w); the end of %s:\n%s", how, LogPath(root), orNothing(tail(log, from)))
 		}
 		if cause := backoff.Wait(ctx, pauses.Pause(n)); cause != nil {
 			if errors.Is(ctx.Err(), context.DeadlineExceeded) {
-				return fmt.Errorf("the daemon (process %d) does not answer on %s (%w); the end of %s:\n%s",
-					pid, c.socket, err, LogPath(root), tail(log, from))
+				return fmt.Errorf("the daemon (%s) does not answer on %s (%w); the end of %s:\n%s",
+					name, c.socket, err, LogPath(root), orNothing(tail(log, from)))
 			}
 			return cause
 		}
@@ -139,11 +170,19 @@ func ending(ws unix.WaitStatus) string {
 	return fmt.Sprintf("exit code %d", ws.ExitStatus())
 }
 
-// tail returns the last lines of what was written to log after from.
+// orNothing is b, or says that it is empty.
+func orNothing(b []byte) []byte {
+	if b == nil {
+		return []byte("(nothing)")
+	}
+	return b
+}
+
+// tail returns the last lines of what was written to log after from; nil: nothing was.
 func tail(log *os.File, from int64) []byte {
 	end, err := log.Seek(0, io.SeekEnd)
 	if err != nil || end == from {
-		return []byte("(nothing)")
+		return nil
 	}
 	cut := end-from > startTail
 	if cut {

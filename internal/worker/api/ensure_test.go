@@ -174,3 +174,73 @@ func TestEnsureDaemonHeedsItsContext(t *testing.T) {
 		t.Errorf("got %v, want %v", err, stop)
 	}
 }
+
+// fakeSystemd makes a program systemd-run, which starts what it is told to unless it has a reason, and notes
+// its arguments in a file.
+func fakeSystemd(t *testing.T, root, reason string) (run, args string) {
+	t.Helper()
+	dir := t.TempDir()
+	args = filepath.Join(dir, "args")
+	script := "#!/bin/sh\nprintf '%s\\n' \"$@\" > " + args + "\n"
+	if reason != "" {
+		script += "echo '" + reason + "' >&2; exit 1\n"
+	}
+	script += "while [ \"$1\" != -- ]; do shift; done; shift\n\"$@\" >> " + api.LogPath(root) + " 2>&1 < /dev/null &\n"
+	for name, text := range map[string]string{"systemd-run": script, "systemctl": "#!/bin/sh\necho \"$@\" >> " + args + "\n"} {
+		if err := os.WriteFile(filepath.Join(dir, name), []byte(text), 0o755); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return filepath.Join(dir, "systemd-run"), args
+}
+
+// Where there is systemd, the daemon is a unit of it, with a store of descriptors.
+func TestEnsureDaemonStartsAUnit(t *testing.T) {
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, test := range map[string]struct {
+		reason string // of systemd-run to start nothing
+		unit   bool
+	}{
+		"a unit":                       {"", true},
+		"systemd takes none from here": {"Failed to connect to bus", false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			root := t.TempDir()
+			run, args := fakeSystemd(t, root, test.reason)
+			c, err := api.EnsureDaemon(t.Context(), root, api.EnsureOptions{Command: []string{self, "daemon", root}, SystemdRun: run})
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer c.Close()
+			st, err := c.Status(t.Context())
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer func() {
+				syscall.Kill(st.PID, syscall.SIGKILL)
+				syscall.Wait4(st.PID, nil, 0, nil) // if it is a child
+			}()
+			b, err := os.ReadFile(args)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, want := range []string{
+				"--service-type=notify", "--property=FileDescriptorStoreMax=16384", "--property=Environment=FDSTORE=16384",
+				"--property=KillMode=process", "--property=Restart=on-failure", "--property=StandardError=append:" + api.LogPath(root),
+			} {
+				if !strings.Contains(string(b), want+"\n") {
+					t.Errorf("no %s in the unit:\n%s", want, b)
+				}
+			}
+			if stopped := strings.Contains(string(b), "stop --quiet foil-node-"); stopped == test.unit {
+				t.Errorf("the unit was stopped: %v", stopped)
+			}
+			if sid, err := session(st.PID); err != nil || (sid == st.PID) == test.unit {
+				t.Errorf("session of daemon %d: %d, %v", st.PID, sid, err)
+			}
+		})
+	}
+}

@@ -41,6 +41,7 @@ type Script struct {
 	Behind  int                                 // frames of the last startup set that come after the plan
 	Between func(left int, s *Serving)          // called before each frame of the last startup set
 	Header  func(*bundle.Writer)                // called before the images
+	Empty   bool                                // the answer is 200, and nothing
 	NoHold  bool                                // the server knows no holds
 	Along   int                                 // frames that are sent along behind a promoted one, as older servers do
 }
@@ -179,6 +180,9 @@ func (s *Scripted) pull(w http.ResponseWriter, r *http.Request) {
 	}()
 	if sc.After != "" {
 		w.Header().Set("Retry-After", sc.After)
+	}
+	if sc.Empty {
+		return
 	}
 	if sc.Body != "" {
 		http.Error(w, sc.Body, sc.Status)

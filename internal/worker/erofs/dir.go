@@ -9,7 +9,7 @@ import (
 )
 
 // planDirs lists the directories with parents and sizes.
-func (img *image) planDirs() error {
+func (img *Image) planDirs() error {
 	t := img.t
 	count := 0
 	for i := range t.Inodes {
@@ -115,7 +115,7 @@ func (b *dirBlocks) next() bool {
 
 // emitDir writes the blocks of a directory for which want returns true; block
 // numbers start at 0.
-func (img *image) emitDir(out *writer, d *dir, want func(block int64) bool) {
+func (img *Image) emitDir(out *writer, d *dir, want func(block int64) bool) {
 	n := &img.t.Inodes[d.inode]
 	b := dirBlocks{children: img.t.Dirents[n.FirstChild : n.FirstChild+n.Children]}
 	for block := int64(0); b.next(); block++ {

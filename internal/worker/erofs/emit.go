@@ -85,7 +85,7 @@ var zeros [BlockSize]byte
 // align writes zeros up to a multiple of unit.
 func (w *writer) align(unit int64) { w.zero(int(roundUp(w.pos, unit) - w.pos)) }
 
-func (img *image) emit(out *writer) {
+func (img *Image) emit(out *writer) {
 	img.emitSuper(out)
 	out.align(BlockSize)
 	for _, x := range img.xattrs.order {
@@ -98,7 +98,7 @@ func (img *image) emit(out *writer) {
 }
 
 // emitSuper writes the superblock and the device table.
-func (img *image) emitSuper(out *writer) {
+func (img *Image) emitSuper(out *writer) {
 	table := make([]byte, superOffset+superSize+slotSize*len(img.o.Devices))
 	incompat := uint32(0)
 	if img.chunked {
@@ -144,7 +144,7 @@ func (img *image) emitSuper(out *writer) {
 
 // uuid names the rootfs, not the image: images of one rootfs that differ in
 // their devices share it.
-func (img *image) uuid() [16]byte {
+func (img *Image) uuid() [16]byte {
 	sum := sha256.Sum256([]byte("hydrofoil erofs " + string(img.t.ChainID)))
 	var u [16]byte
 	copy(u[:], sum[:])
@@ -153,7 +153,7 @@ func (img *image) uuid() [16]byte {
 	return u
 }
 
-func (img *image) emitInodes(out *writer) {
+func (img *Image) emitInodes(out *writer) {
 	base := out.pos
 	block := img.dataStart
 	nextDir := 0
@@ -213,7 +213,7 @@ func (img *image) emitInodes(out *writer) {
 	}
 }
 
-func (img *image) emitIndexes(out *writer, content int32, bits int, chunks int64) {
+func (img *Image) emitIndexes(out *writer, content int32, bits int, chunks int64) {
 	e := Extent{Device: Hole}
 	if !img.isHole(content) {
 		e = img.o.Place(int(content))
@@ -231,7 +231,7 @@ func (img *image) emitIndexes(out *writer, content int32, bits int, chunks int64
 }
 
 // emitData writes the blocks that emitInodes gave away, in the same order.
-func (img *image) emitData(out *writer) {
+func (img *Image) emitData(out *writer) {
 	nextDir := 0
 	for i := range img.t.Inodes {
 		n := &img.t.Inodes[i]

@@ -118,7 +118,7 @@ type Options struct {
 	// the mount. At most 65,535.
 	Devices []Device
 	// Place returns where a content, an index into TOC.Contents, starts. It is
-	// asked twice for each inode that has the content and must answer the same,
+	// asked twice, by Plan and by Write, for each inode that has the content and must answer the same,
 	// but not for a content that has only holes. Contents are contiguous.
 	Place func(content int) Extent
 }
@@ -135,21 +135,37 @@ type Extent struct {
 	Block  uint32 // of BlockSize bytes, from the start of the device
 }
 
-// Write writes the image of t to w, front to back. Besides errors of w it
-// returns one that names the path of what cannot be expressed in EROFS, or that
-// says what is inconsistent in t or o.
-func Write(w io.Writer, t *toc.TOC, o Options) error {
-	img := &image{t: t, o: o}
+// Plan plans the image of t. It returns an error that names the path of what cannot be expressed in EROFS, or
+// that says what is inconsistent in t or o.
+func Plan(t *toc.TOC, o Options) (*Image, error) {
+	img := &Image{t: t, o: o}
 	if err := img.plan(); err != nil {
-		return fmt.Errorf("plan EROFS image of %s: %w", t.ChainID, err)
+		return nil, fmt.Errorf("plan EROFS image of %s: %w", t.ChainID, err)
 	}
+	return img, nil
+}
+
+// Size is how many bytes it takes.
+func (img *Image) Size() int64 { return int64(img.blocks) * BlockSize }
+
+// Write writes it to w, front to back, once.
+func (img *Image) Write(w io.Writer) error {
 	out := &writer{w: w, buf: make([]byte, 0, bufferSize)}
 	img.emit(out)
 	if err := out.flush(); err != nil {
-		return fmt.Errorf("write EROFS image of %s: %w", t.ChainID, err)
+		return fmt.Errorf("write EROFS image of %s: %w", img.t.ChainID, err)
 	}
-	if out.pos != int64(img.blocks)*BlockSize {
-		return fmt.Errorf("write EROFS image of %s: %d bytes written, %d planned", t.ChainID, out.pos, int64(img.blocks)*BlockSize)
+	if out.pos != img.Size() {
+		return fmt.Errorf("write EROFS image of %s: %d bytes written, %d planned", img.t.ChainID, out.pos, img.Size())
 	}
 	return nil
+}
+
+// Write plans the image of t and writes it to w.
+func Write(w io.Writer, t *toc.TOC, o Options) error {
+	img, err := Plan(t, o)
+	if err != nil {
+		return err
+	}
+	return img.Write(w)
 }

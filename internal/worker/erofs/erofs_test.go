@@ -61,7 +61,7 @@ func TestWriteRefuses(t *testing.T) {
 	}
 	inode := func(b *built, path string) *toc.Inode {
 		for i := range b.toc.Inodes {
-			img := &image{t: b.toc}
+			img := &Image{t: b.toc}
 			if err := img.planDirs(); err != nil {
 				t.Fatal(err)
 			}
@@ -195,6 +195,17 @@ func BenchmarkWrite(b *testing.B) {
 	b.ReportMetric(float64((cpuTime(b)-before).Milliseconds())/float64(b.N), "cpu-ms/op")
 	b.ReportMetric(float64(size)/1e6, "image-MB")
 	b.ReportMetric(float64(len(t.Dirents)), "names")
+}
+
+func BenchmarkPlan(b *testing.B) {
+	t := toctest.Synthetic(84_000, 1)
+	o := anywhere(t)
+	b.ReportAllocs()
+	for b.Loop() {
+		if _, err := Plan(t, o); err != nil {
+			b.Fatal(err)
+		}
+	}
 }
 
 // cpuTime is what this process has used; on a busy machine it tells more than

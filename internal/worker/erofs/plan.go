@@ -7,10 +7,10 @@ import (
 	"hydrofoil.dev/foil/internal/format/toc"
 )
 
-// image is one image being written: plan finds every place, emit then writes
+// Image is an image that is planned and can be written: plan finds every place, emit then writes
 // front to back. Between the two it keeps four bytes for an inode and a few
 // words for a directory or an xattr set.
-type image struct {
+type Image struct {
 	t *toc.TOC
 	o Options
 
@@ -30,7 +30,7 @@ type dir struct {
 	size   int64
 }
 
-func (img *image) plan() error {
+func (img *Image) plan() error {
 	t, o := img.t, img.o
 	if len(o.Devices) > maxDevices {
 		return fmt.Errorf("%d devices, at most %d are possible", len(o.Devices), maxDevices)
@@ -96,7 +96,7 @@ type shape struct {
 
 // shape decides the layout of n, whose data (dirents, for a directory) has size
 // bytes.
-func (img *image) shape(n *toc.Inode, size int64) shape {
+func (img *Image) shape(n *toc.Inode, size int64) shape {
 	bytes := inodeSize + img.xattrs.size(n.Xattrs)
 	switch fileType(n.Mode) {
 	case typeRegular:
@@ -116,7 +116,7 @@ func (img *image) shape(n *toc.Inode, size int64) shape {
 }
 
 // check returns why n cannot be expressed.
-func (img *image) check(i int, n *toc.Inode) error {
+func (img *Image) check(i int, n *toc.Inode) error {
 	if n.MtimeNsec >= 1e9 {
 		return fmt.Errorf("%d nanoseconds are no part of a second", n.MtimeNsec)
 	}
@@ -168,7 +168,7 @@ func (img *image) check(i int, n *toc.Inode) error {
 }
 
 // isHole reports whether a content has no bytes but zeros.
-func (img *image) isHole(content int32) bool {
+func (img *Image) isHole(content int32) bool {
 	c := &img.t.Contents[content]
 	if uint64(c.First)+uint64(c.Segments) > uint64(len(img.t.Segments)) {
 		return false
@@ -182,7 +182,7 @@ func (img *image) isHole(content int32) bool {
 }
 
 // path returns the first path of an inode, for errors. It is slow.
-func (img *image) path(inode uint32) string {
+func (img *Image) path(inode uint32) string {
 	path := ""
 	for inode != 0 {
 		found := false

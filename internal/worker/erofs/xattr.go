@@ -62,7 +62,7 @@ func entrySize(rest string, value []byte) int {
 	return roundUp(xattrEntryHeader+len(rest)+len(value), 4)
 }
 
-func (img *image) planXattrs() error {
+func (img *Image) planXattrs() error {
 	t, p := img.t, &img.xattrs
 	uses := make([]uint32, len(t.Xattrs))
 	for i := range t.Inodes {
@@ -126,7 +126,7 @@ func (img *image) planXattrs() error {
 }
 
 // emitXattrs writes the xattr area of an inode that has the set.
-func (img *image) emitXattrs(out *writer, set uint32) {
+func (img *Image) emitXattrs(out *writer, set uint32) {
 	p := &img.xattrs
 	if p.sizes[set] == 0 {
 		return

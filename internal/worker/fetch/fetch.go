@@ -75,7 +75,7 @@ type Options struct {
 	// startup set (see bundle.Startup.Held), until Release is called, so much time has passed, or
 	// the start turns out to need much that was not in the set (see schedule_hold.go): it has the
 	// line, the processors and the disk for itself. It is bounded by bundle.MaxHold,
-	// and by half of the client's StallTimeout.
+	// by half of the client's StallTimeout, and by a quarter of GiveUp.
 	Hold time.Duration
 
 	// Elsewhere, when not nil, is called when a plan has come, with the segments of the arena that
@@ -86,7 +86,8 @@ type Options struct {
 	Elsewhere func(ctx context.Context, absent []int) []int
 
 	// GiveUp is how long the pull keeps trying while nothing arrives; 0 means
-	// DefaultGiveUp. Then its arenas fail: reads that wait get an error.
+	// DefaultGiveUp. Then its arenas fail: reads that wait get an error. That the server says it is at
+	// work is nothing that arrives; only for the header an hour is given to one that does.
 	GiveUp time.Duration
 	// GiveUpUnopened is the same until the header has arrived,
 	// while nobody reads; 0 means 15 seconds, at most GiveUp. A server that
@@ -153,7 +154,7 @@ func (o *Options) defaults() {
 		o.PromoteBeyond = 256 << 10
 	}
 	if o.Client != nil {
-		o.Hold = min(o.Hold, bundle.MaxHold, o.Client.StallTimeout()/2)
+		o.Hold = min(o.Hold, bundle.MaxHold, o.Client.StallTimeout()/2, o.GiveUp/4)
 	}
 	if o.Waits == nil {
 		o.Waits = new(Waits)
@@ -172,6 +173,10 @@ var ErrStopped = errors.New("stopped")
 // ErrDamaged is returned, wrapped, by Wait when something has arrived damaged
 // Options.Attempts times.
 var ErrDamaged = errors.New("arrived damaged")
+
+// ErrEmpty is returned, wrapped, by Wait when the server answers that all is well, and ends its answer
+// before the first byte.
+var ErrEmpty = errors.New("the server's answer ends before it begins")
 
 // ErrUnreachable is returned, wrapped, by Wait when nothing arrived for
 // Options.GiveUp.

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/worker/remote"
 )
 
 // A service that joins a pull has a startup set too, of which most is likely to
@@ -95,7 +96,7 @@ func (j *join) run() {
 	if t.arena == nil {
 		return // all of it is elsewhere, and here
 	}
-	faults := 0
+	faults, stalls := 0, 0
 	for pause := time.Duration(0); ; {
 		err := j.ask(ctx, t)
 		j.expect(nil)
@@ -105,7 +106,10 @@ func (j *join) run() {
 		if isFault(err) {
 			faults++
 		}
-		if isFinal(err) || faults >= p.opts.Attempts {
+		if errors.Is(err, remote.ErrStall) {
+			stalls++
+		}
+		if isFinal(err) || faults >= p.opts.Attempts || stalls >= p.opts.Attempts {
 			p.log.Info("no startup set for a service that joined the pull: its pages come with the rest", "error", err)
 			return
 		}
@@ -139,12 +143,12 @@ func (j *join) ask(ctx context.Context, t *target) (err error) {
 	req.Image = want
 	timer := time.AfterFunc(p.opts.JoinPatience, func() { j.expect(nil) })
 	defer timer.Stop()
-	resp, err := p.opts.Client.Stream(ctx, bundle.PullPath, &req)
+	resp, err := p.opts.Client.Stream(ctx, bundle.PullPath, &req, p.headerWithin())
 	if err != nil {
 		return err
 	}
 	defer resp.Close()
-	s := &stream{p: p, cancel: cancel, beside: true}
+	s := &stream{p: p, cancel: cancel, beside: true, due: p.due(resp)}
 	err = j.read(ctx, s, counted{resp, &p.counts.moved}, &req, t, timer)
 	s.jobs.Wait()
 	p.mu.Lock()
@@ -163,6 +167,7 @@ func (j *join) read(ctx context.Context, s *stream, resp io.Reader, req *bundle.
 	var held *buffer // a frame's buffer, until a worker has it
 	defer func() { p.pipe.putBuffer(held) }()
 	r := bundle.NewReader(resp, bundle.ReaderOptions{Request: req, Buffer: func(n int) []byte {
+		s.due.coming(n)
 		p.pipe.putBuffer(held)
 		held = p.pipe.getBuffer(ctx, n)
 		return held.bytes
@@ -177,6 +182,7 @@ func (j *join) read(ctx context.Context, s *stream, resp io.Reader, req *bundle.
 		if err != nil {
 			return err
 		}
+		s.due.came(section, time.Time{})
 		switch v := section.(type) {
 		case *bundle.Hello:
 			s.id = v.Stream

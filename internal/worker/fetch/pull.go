@@ -32,6 +32,8 @@ type Pull struct {
 	cancel context.CancelCauseFunc
 	done   chan struct{} // closed after run has ended, and err is set
 	err    error
+	began  time.Time
+	last   time.Time // when something came that the pull can use; of the goroutine that reads streams
 
 	counts   counts
 	pipe     pipeline
@@ -81,6 +83,7 @@ func newPull(ctx context.Context, opts Options) *Pull {
 	opts.defaults()
 	p := &Pull{
 		outer: ctx,
+		began: time.Now(),
 		opts:  opts,
 		log:   opts.Logger.With("pull", opts.Name),
 		done:  make(chan struct{}),
@@ -221,9 +224,9 @@ func unlikely(err error) bool {
 // streams runs one stream after the other until one comes to its end with
 // nothing left to ask for.
 func (p *Pull) streams() error {
-	last := time.Now() // when something arrived
-	faults := 0        // streams that broke the protocol, in a row
-	stalls := 0        // streams that stalled: a server that needs longer is not to be asked the same for ever
+	last := p.began // when something arrived
+	faults := 0     // streams that broke the protocol, in a row
+	stalls := 0     // streams that stalled: a server that needs longer is not to be asked the same for ever
 	for pause := time.Duration(0); ; {
 		before := p.counts.arrivals()
 		err := p.stream(stalls)
@@ -238,7 +241,7 @@ func (p *Pull) streams() error {
 		}
 		now := time.Now()
 		if p.counts.arrivals() > before {
-			last, faults, pause = now, 0, 0
+			last, faults, pause = p.last, 0, 0
 		}
 		if errors.Is(err, remote.ErrStall) {
 			stalls = min(stalls+1, 4)

@@ -19,6 +19,7 @@ import (
 type stream struct {
 	p      *Pull
 	id     string
+	due    due
 	cancel context.CancelCauseFunc
 	jobs   sync.WaitGroup // frames handed to workers
 	parts  sync.WaitGroup // what is written of frames that were kept
@@ -58,7 +59,7 @@ func (p *Pull) stream(stalls int) (err error) {
 		req.Hold = d.hold.left(now)
 		d.begin(req.Hold > 0)
 	})
-	resp, err := p.opts.Client.Stream(ctx, bundle.PullPath, &req)
+	resp, err := p.opts.Client.Stream(ctx, bundle.PullPath, &req, p.headerWithin())
 	if err != nil {
 		s.end()
 		if errors.Is(context.Cause(ctx), errReplan) {
@@ -70,7 +71,12 @@ func (p *Pull) stream(stalls int) (err error) {
 	p.decide(func(d *schedule, now time.Time) { d.link.answered(now.Sub(asked)) })
 	stall := p.opts.Client.StallTimeout()
 	resp.Patience(min(stall<<stalls, max(stall, p.opts.GiveUp/2)))
+	s.due = p.due(resp)
+	moved := p.counts.moved.Load()
 	err = s.read(ctx, counted{resp, &p.counts.moved}, &req)
+	if errors.Is(err, io.ErrUnexpectedEOF) && p.counts.moved.Load() == moved {
+		err = ErrEmpty
+	}
 	// What has been read may still be on its way to the arena; the next
 	// request must know it.
 	s.end()
@@ -136,6 +142,7 @@ func (s *stream) read(ctx context.Context, resp io.Reader, req *bundle.Request) 
 	var held *buffer // a frame's buffer, until a worker has it
 	defer func() { p.pipe.putBuffer(held) }()
 	r := bundle.NewReader(resp, bundle.ReaderOptions{Request: req, Head: p.head, Buffer: func(n int) []byte {
+		s.due.coming(n)
 		p.pipe.putBuffer(held)
 		held = p.pipe.getBuffer(ctx, n)
 		return held.bytes
@@ -148,6 +155,7 @@ func (s *stream) read(ctx context.Context, resp io.Reader, req *bundle.Request) 
 		if err != nil {
 			return err
 		}
+		p.last = s.due.came(section, p.last)
 		switch v := section.(type) {
 		case *bundle.Hello:
 			s.id = v.Stream

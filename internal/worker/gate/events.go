@@ -1,10 +1,13 @@
 package gate
 
 import (
+	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"math"
 	"runtime"
+	"slices"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -16,8 +19,17 @@ import (
 type pendingEvent struct {
 	record
 	slot  int
-	pid   int32
+	pid   int32        // of the reader; 0: not known
 	stale *staleNumber // not nil: its number is shared with a stale event
+}
+
+// fanWait is an event whose range is absent.
+type fanWait struct {
+	pendingEvent
+	reader
+	arena  *guarded
+	cancel context.CancelFunc
+	killed bool // guarded by the gate's mu
 }
 
 // read is the reader goroutine. Its thread is its own, and waits in the kernel: what reads pages that
@@ -31,10 +43,6 @@ func (g *Fanotify) read() {
 		taken  []pendingEvent
 	)
 	for {
-		n := g.waitForRoom()
-		if n == 0 {
-			return
-		}
 		if err := g.waitForEvent(); err != nil {
 			g.log.Error("gate stops: its group cannot be waited for", "err", err)
 			return
@@ -45,7 +53,7 @@ func (g *Fanotify) read() {
 		if locked {
 			g.mu.Lock()
 		}
-		got, err := unix.Read(g.groupFD, buf[:n*kernel.PreAccessEventLen])
+		got, err := unix.Read(g.groupFD, buf[:])
 		if locked && (err != nil || got <= 0) {
 			g.mu.Unlock()
 			locked = false
@@ -99,20 +107,6 @@ func (g *Fanotify) at(point string) {
 	if g.stop != nil {
 		g.stop(point)
 	}
-}
-
-// waitForRoom returns how many events may be read now, 0 when the gate
-// closes.
-func (g *Fanotify) waitForRoom() int {
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	for !g.closed && g.pending >= g.max {
-		g.room.Wait()
-	}
-	if g.closed {
-		return 0
-	}
-	return min(batch, g.max-g.pending)
 }
 
 // noteLocked writes events into the journal, and denies what cannot be noted.
@@ -184,18 +178,25 @@ func (g *Fanotify) handle(p pendingEvent) {
 	case a == nil:
 		g.log.Warn("read failed with EIO: no arena of this gate",
 			"dev", p.inode.dev, "inode", p.inode.ino, "offset", p.off, "count", p.n, "pid", p.pid)
+		g.denied.Add(1)
 		g.decide(p, false)
 	case a.meets(p.off, p.n):
 		g.decide(p, true)
 	default:
 		g.mu.Lock()
-		g.waitLocked(a, p)
+		err := g.slots.take(&a.waiting)
+		if err == nil {
+			g.waitLocked(a, p)
+		}
 		g.mu.Unlock()
+		if err != nil {
+			g.refuse(a, p, err)
+		}
 	}
 }
 
-// waitLocked starts the goroutine that answers p when its range is here. After Close there is none, and p
-// stays in the journal.
+// waitLocked starts the goroutine that answers p when its range is here, or its reader is no more. After
+// Close there is none, and p stays in the journal.
 func (g *Fanotify) waitLocked(a *guarded, p pendingEvent) {
 	if g.closed {
 		if p.stale == nil {
@@ -203,35 +204,90 @@ func (g *Fanotify) waitLocked(a *guarded, p pendingEvent) {
 		}
 		return
 	}
+	w := &fanWait{pendingEvent: p, arena: a, reader: newReader(p.pid, g.threads)}
+	ctx, cancel := context.WithCancel(a.ctx)
+	w.cancel = cancel
+	g.waiting[w] = struct{}{}
+	if !g.watching {
+		g.watching = true
+		g.wg.Go(g.watch)
+	}
 	g.waits.Add(1)
 	g.wg.Go(func() {
-		err := a.backing.Need(a.ctx, p.off, p.n)
-		// Need's word is not enough after an error or a Release: the presence
-		// map decides.
-		if a.present(p.off, p.n) {
-			g.decide(p, true)
-			return
-		}
-		if g.ctx.Err() != nil && err != nil {
-			// The next daemon answers.
-			if p.stale == nil {
-				unix.Close(int(p.number))
-			}
-			return
-		}
-		if err == nil {
-			err = errors.New("the range did not become present")
-		}
-		a.denials.log(g.log, a.name, p.off, p.n, p.pid, err)
-		g.decide(p, false)
+		defer cancel()
+		g.await(ctx, w)
 	})
+}
+
+// await waits, and answers unless the next daemon has to. The reader's slot is free before the
+// reader goes on.
+func (g *Fanotify) await(ctx context.Context, w *fanWait) {
+	a := w.arena
+	err := a.backing.Need(ctx, w.off, w.n)
+	g.mu.Lock()
+	delete(g.waiting, w)
+	g.slots.free(&a.waiting)
+	killed := w.killed
+	g.mu.Unlock()
+	switch {
+	// Need's word is not enough after an error or a Release: the presence map decides.
+	case a.present(w.off, w.n):
+		g.decide(w.pendingEvent, true)
+		return
+	case killed:
+		g.decide(w.pendingEvent, false)
+		return
+	case g.ctx.Err() != nil && err != nil:
+		if w.stale == nil {
+			unix.Close(int(w.number)) // the next daemon answers
+		}
+		return
+	case err == nil:
+		err = errors.New("the range did not become present")
+	}
+	g.refuse(a, w.pendingEvent, err)
+}
+
+// watch ends waits of readers that are no more, as long as there are waits. The kernel does not tell of
+// them: it lets a killed reader go, and keeps its event until that is answered.
+func (g *Fanotify) watch() {
+	tick := time.NewTicker(lookEvery)
+	defer tick.Stop()
+	var turns rounds[*fanWait]
+	for {
+		select {
+		case <-g.ctx.Done():
+			return
+		case <-tick.C:
+		}
+		g.mu.Lock()
+		if g.watching = len(g.waiting) > 0; !g.watching {
+			g.mu.Unlock()
+			return
+		}
+		look := turns.next(func() []*fanWait { return slices.Collect(maps.Keys(g.waiting)) })
+		g.mu.Unlock()
+		for _, w := range look {
+			if !w.gone() {
+				continue
+			}
+			g.mu.Lock()
+			w.killed = true
+			g.mu.Unlock()
+			w.cancel()
+		}
+	}
+}
+
+// refuse fails a read, and says why.
+func (g *Fanotify) refuse(a *guarded, p pendingEvent, err error) {
+	a.denials.log(g.log, a.name, p.off, p.n, p.pid, err)
+	g.denied.Add(1)
+	g.decide(p, false)
 }
 
 // decide answers an event and forgets it, in the order that Fanotify's comment gives.
 func (g *Fanotify) decide(p pendingEvent, allow bool) {
-	if !allow {
-		g.denied.Add(1)
-	}
 	if p.stale != nil {
 		g.mu.Lock()
 		g.decideStaleLocked(p.stale, allow)
@@ -250,7 +306,6 @@ func (g *Fanotify) decide(p pendingEvent, allow bool) {
 func (g *Fanotify) releaseSlotLocked(slot int) {
 	g.freeSlots = append(g.freeSlots, slot)
 	g.pending--
-	g.room.Signal()
 }
 
 // answer tells the kernel. A stale event may have its answer already: its daemon

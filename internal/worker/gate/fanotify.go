@@ -55,10 +55,9 @@ type Options struct {
 	Dir string
 	// Logger gets what an operator should know. Nil: slog.Default().
 	Logger *slog.Logger
-	// MaxPending bounds the events read and not answered, each of which costs
-	// a descriptor and a goroutine; 0 means 16,000. It is lowered to what
-	// RLIMIT_NOFILE leaves room for. At the bound the gate stops reading until one is
-	// answered: further reads wait in the kernel's queue, which has no limit.
+	// MaxPending bounds the reads that wait, each of which costs a goroutine and, at a
+	// fanotify gate, a descriptor; 0 means 1,024 there, and 16,000 at a FUSE gate. It is lowered to what RLIMIT_NOFILE
+	// leaves room for. Of one arena as many may wait as are free; see slots.
 	MaxPending int
 
 	// stop, when set by a crash test, is called at named points.
@@ -66,9 +65,8 @@ type Options struct {
 }
 
 const (
-	defaultMaxPending = 16000
-	batch             = 64 // events in one read of the group
-	minSlots          = 2 * batch
+	batch    = 64 // events in one read of the group
+	minSlots = 2 * batch
 	// maxNumber bounds the numbers of events, and so what a takeover has to
 	// clear: some 30 ms.
 	maxNumber = 65536
@@ -131,8 +129,14 @@ type Stats struct {
 // A reader waits killably (Linux 6.14 to 6.18: fanotify_get_response uses a
 // killable, freezable wait), so SIGKILL ends it at once. Its event, if it was
 // not read yet, is taken from the queue; else it stays under its number, and is
-// freed with its answer, which is as good as any. So its Need goes on and
-// nothing leaks.
+// freed with its answer, which is as good as any. Nobody is told. So the gate looks, once a second, whether the
+// threads that wait are still there, and denies the events of others. Who waited for an earlier daemon is not
+// known, so those events keep their slots until their ranges are here.
+//
+// # Who waits
+//
+// A read of a present range needs no slot: it is answered as it is read. How many reads may wait, of one
+// arena and in all, is described at slots.
 //
 // # What its process must not do
 //
@@ -147,12 +151,12 @@ type Fanotify struct {
 	journal *journal
 	keeper  Keeper
 	log     *slog.Logger
-	max     int
 	stop    func(string)
+	threads bool // events name the thread that waits, not its process
 
 	ctx    context.Context // ends with Close
 	cancel context.CancelFunc
-	wg     sync.WaitGroup // the reader and every wait
+	wg     sync.WaitGroup // the reader, every wait, and watch
 
 	// arenas is what the reader looks events up in. The map is replaced, never
 	// changed, under mu.
@@ -161,10 +165,12 @@ type Fanotify struct {
 	events, waits, denied atomic.Int64
 
 	mu        sync.Mutex
-	room      sync.Cond // mu; signalled when a slot is freed or the gate closes
 	names     map[string]*guarded
-	freeSlots []int
-	pending   int // slots taken
+	slots     slots
+	waiting   map[*fanWait]struct{}
+	watching  bool  // watch runs
+	freeSlots []int // of the journal
+	pending   int   // slots of the journal that are taken
 	started   bool
 	closed    bool
 	// stale has the numbers that an earlier daemon left, until answered;
@@ -185,6 +191,7 @@ type guarded struct {
 	// mark; complete, before it, if everything was present by then.
 	released, complete atomic.Bool
 	since              time.Time // of the release
+	waiting            int       // reads; guarded by the gate's mu
 
 	denials denials
 }
@@ -225,7 +232,8 @@ func newFanotify(group *os.File, j *journal, limit uint64, o Options) (*Fanotify
 		journal: j,
 		keeper:  o.Keeper,
 		log:     o.Logger,
-		max:     o.MaxPending,
+		slots:   slots{max: o.MaxPending},
+		waiting: map[*fanWait]struct{}{},
 		stop:    o.stop,
 		names:   map[string]*guarded{},
 		stale:   map[int32]*staleNumber{},
@@ -233,13 +241,12 @@ func newFanotify(group *os.File, j *journal, limit uint64, o Options) (*Fanotify
 	if g.log == nil {
 		g.log = slog.Default()
 	}
-	if g.max <= 0 {
-		g.max = defaultMaxPending
+	if g.slots.max <= 0 {
+		g.slots.max = fanotifyPending
 	}
 	// A quarter of the numbers is for everything else that the process opens,
 	// and two batches of slots for what is in hand when the bound is met.
-	g.max = min(g.max, int(limit)*3/4, j.slots()-minSlots)
-	g.room.L = &g.mu
+	g.slots.max = min(g.slots.max, int(limit)*3/4, j.slots()-minSlots)
 	g.ctx, g.cancel = context.WithCancel(context.Background())
 	g.arenas.Store(&map[inode]*guarded{})
 	for i := j.slots() - 1; i >= 0; i-- {
@@ -255,6 +262,9 @@ func newFanotify(group *os.File, j *journal, limit uint64, o Options) (*Fanotify
 	}
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("use fanotify group: %w", err), g.group.Close())
+	}
+	if g.threads, err = kernel.FanotifyNamesThreads(g.groupFD); err != nil {
+		return nil, errors.Join(err, g.group.Close())
 	}
 	if g.closing, err = unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK); err != nil {
 		return nil, errors.Join(fmt.Errorf("eventfd: %w", err), g.group.Close())
@@ -476,7 +486,6 @@ func (g *Fanotify) Close() error {
 	g.closed = true
 	g.mu.Unlock()
 	g.cancel()
-	g.room.Broadcast()
 	// Wakes the reader but leaves the group, which waits still use.
 	_, werr := unix.Write(g.closing, []byte{7: 1})
 	g.wg.Wait()

@@ -54,7 +54,7 @@ func started(tb testing.TB, o gate.Options) *gate.Fanotify {
 
 func TestFanotify(t *testing.T) {
 	gatetest.Run(t, gatetest.Setup{
-		New: func(tb testing.TB) gate.Gate { return started(tb, gate.Options{}) },
+		New: func(tb testing.TB, waits int) gate.Gate { return started(tb, gate.Options{MaxPending: waits}) },
 		Hold: func(g gate.Gate) (func(), error) {
 			f, err := g.(*gate.Fanotify).Group()
 			return func() { f.Close() }, err

@@ -79,11 +79,17 @@ const (
 //
 // # Killed readers
 //
-// A reader waits for an answer even after SIGKILL, once its request has been
+// One that waits for its request itself waits for the answer even after SIGKILL, once the request has been
 // read. The kernel tells of a signal (FUSE_INTERRUPT) but not of which; to fail a read because
 // of SIGALRM would be wrong. So the gate looks at the reader in /proc, and
 // answers when SIGKILL is pending. A reader that is killed while there is no daemon
 // goes when there is one again.
+//
+// EROFS (since Linux 6.13 or so) has its readers wait for the pages instead: they go at once, and the
+// kernel does not tell. So the gate looks, once a second, whether they are still there. Whoever else waits for
+// such a page reads it again.
+//
+// Until then the mount cannot be unmounted.
 //
 // # What its process must not do
 //
@@ -111,7 +117,9 @@ type FUSE struct {
 	events, waits, denied atomic.Int64
 
 	sweepNow chan struct{} // has one token when there is something to sweep
-	buffers  sync.Pool     // *[]byte: an answer to the longest read
+	// signalled has one token when a reader that waits has a signal.
+	signalled chan struct{}
+	buffers   sync.Pool // *[]byte: an answer to the longest read
 
 	// nodes is what workers look arenas up in. The map is replaced, never
 	// changed, under mu.
@@ -125,7 +133,8 @@ type FUSE struct {
 	dead     bool                 // the connection has ended
 	parked   []kernel.FuseRequest // for nodes nobody has guarded yet, until Start
 	pending  map[uint64]*fuseWait // by unique number
-	watching bool                 // the watcher runs
+	slots    slots
+	watching bool // the watcher runs
 }
 
 // fuseNode is an arena behind the gate, or a released one that is still mounted
@@ -148,6 +157,7 @@ type fuseNode struct {
 	released, complete atomic.Bool
 	since              time.Time // of the release; guarded by the gate's mu
 	kept               bool      // under keptServed; guarded by the gate's mu
+	waiting            int       // reads; guarded by the gate's mu
 
 	denials denials
 }
@@ -155,6 +165,7 @@ type fuseNode struct {
 // fuseWait is a read of an absent range.
 type fuseWait struct {
 	kernel.FuseRequest
+	reader
 	node        *fuseNode
 	cancel      context.CancelFunc
 	interrupted bool // guarded by the gate's mu
@@ -240,11 +251,16 @@ func newFUSE(dev *os.File, o Options) (*FUSE, error) {
 		keeper:   o.Keeper,
 		log:      o.Logger,
 		stop:     o.stop,
-		sweepNow: make(chan struct{}, 1),
-		names:    map[string]*fuseNode{},
-		pending:  map[uint64]*fuseWait{},
-		grace:    fuseGrace,
+		sweepNow: make(chan struct{}, 1), signalled: make(chan struct{}, 1),
+		names:   map[string]*fuseNode{},
+		pending: map[uint64]*fuseWait{},
+		slots:   slots{max: o.MaxPending},
+		grace:   fuseGrace,
 	}
+	if g.slots.max <= 0 {
+		g.slots.max = fusePending
+	}
+	g.slots.max = min(g.slots.max, kernel.FuseBackground)
 	if g.log == nil {
 		g.log = slog.Default()
 	}

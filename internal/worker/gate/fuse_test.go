@@ -59,7 +59,7 @@ func unmountAll(tb testing.TB, dir string) {
 
 func setupFUSE() gatetest.Setup {
 	return gatetest.Setup{
-		New: func(tb testing.TB) gate.Gate { return startedFUSE(tb, gate.Options{}) },
+		New: func(tb testing.TB, waits int) gate.Gate { return startedFUSE(tb, gate.Options{MaxPending: waits}) },
 		Hold: func(g gate.Gate) (func(), error) {
 			f, err := g.(*gate.FUSE).Connection()
 			return func() { f.Close() }, err

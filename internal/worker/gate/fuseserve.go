@@ -4,7 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -186,14 +188,23 @@ func (g *FUSE) read(n *fuseNode, r kernel.FuseRequest) {
 		return
 	}
 	ctx, cancel := context.WithCancel(n.ctx)
-	w := &fuseWait{FuseRequest: r, node: n, cancel: cancel}
+	w := &fuseWait{FuseRequest: r, reader: newReader(int32(r.PID), true), node: n, cancel: cancel}
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if g.closed {
 		cancel() // the next daemon answers
 		return
 	}
+	if err := g.slots.take(&n.waiting); err != nil {
+		cancel()
+		g.refuse(n, r, err)
+		return
+	}
 	g.pending[r.Unique] = w
+	if !g.watching {
+		g.watching = true
+		g.wg.Go(g.watch)
+	}
 	g.waits.Add(1)
 	g.wg.Go(func() {
 		defer cancel()
@@ -213,10 +224,15 @@ func (g *FUSE) read(n *fuseNode, r kernel.FuseRequest) {
 		if err == nil {
 			err = errors.New("the range did not become present")
 		}
-		n.denials.log(g.log, n.name, off, count, int32(r.PID), err)
-		g.denied.Add(1)
-		g.answer(kernel.FuseError(nil, r.Unique, unix.EIO))
+		g.refuse(n, r, err)
 	})
+}
+
+// refuse fails a read, and says why.
+func (g *FUSE) refuse(n *fuseNode, r kernel.FuseRequest, err error) {
+	n.denials.log(g.log, n.name, int64(r.Offset), int64(r.Size), int32(r.PID), err)
+	g.denied.Add(1)
+	g.answer(kernel.FuseError(nil, r.Unique, unix.EIO))
 }
 
 // take makes the caller the one who answers a read that waited, if nobody has.
@@ -227,6 +243,7 @@ func (g *FUSE) take(w *fuseWait) bool {
 		return false
 	}
 	delete(g.pending, w.Unique)
+	g.slots.free(&w.node.waiting)
 	return true
 }
 
@@ -290,9 +307,9 @@ func (g *FUSE) interrupt(r kernel.FuseRequest) {
 	w := g.pending[r.Interrupt]
 	if w != nil {
 		w.interrupted = true
-		if !g.watching && !g.closed {
-			g.watching = true
-			g.wg.Go(g.watch)
+		select {
+		case g.signalled <- struct{}{}:
+		default:
 		}
 	}
 	g.mu.Unlock()
@@ -303,33 +320,58 @@ func (g *FUSE) interrupt(r kernel.FuseRequest) {
 	}
 }
 
-// watch fails the reads of killed readers, for as long as there are any with
-// a signal.
+// watch fails the reads of killed readers, for as long as any wait.
 func (g *FUSE) watch() {
+	var turns rounds[*fuseWait]
+	soon := time.NewTimer(interruptPoll)
+	soon.Stop()
+	tick := time.NewTicker(lookEvery)
+	defer tick.Stop()
 	for {
 		var look []*fuseWait
-		g.mu.Lock()
-		for _, w := range g.pending {
-			if w.interrupted {
-				look = append(look, w)
-			}
+		select {
+		case <-g.ctx.Done():
+			return
+		case <-g.signalled:
+		case <-soon.C:
+		case <-tick.C:
+			g.mu.Lock()
+			look = turns.next(func() []*fuseWait { return slices.Collect(maps.Values(g.pending)) })
+			g.mu.Unlock()
 		}
-		if len(look) == 0 || g.closed {
-			g.watching = false
+		var signalled []*fuseWait
+		g.mu.Lock()
+		if g.watching = len(g.pending) > 0; !g.watching {
 			g.mu.Unlock()
 			return
 		}
-		g.mu.Unlock()
-		for _, w := range look {
-			if killed(w.PID) && g.take(w) {
-				w.cancel()
-				g.answer(kernel.FuseError(nil, w.Unique, unix.EINTR))
+		for _, w := range g.pending {
+			if w.interrupted {
+				signalled = append(signalled, w)
 			}
 		}
-		select {
-		case <-g.ctx.Done():
-		case <-time.After(interruptPoll):
+		g.mu.Unlock()
+		for _, w := range look {
+			if w.gone() {
+				g.fail(w)
+			}
 		}
+		for _, w := range signalled {
+			if killed(w.PID) {
+				g.fail(w)
+			}
+		}
+		if len(signalled) > 0 {
+			soon.Reset(interruptPoll)
+		}
+	}
+}
+
+// fail ends the wait of a reader that was killed.
+func (g *FUSE) fail(w *fuseWait) {
+	if g.take(w) {
+		w.cancel()
+		g.answer(kernel.FuseError(nil, w.Unique, unix.EINTR))
 	}
 }
 

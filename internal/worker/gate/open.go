@@ -16,6 +16,9 @@ type Choice struct {
 	Kind string
 	// Root is the worker's root directory, on whose filesystem arenas are.
 	Root string
+	// Kept says that somebody has the gate's descriptors even when daemon and keeper
+	// are killed together; see kernel.ChooseGate.
+	Kept bool
 }
 
 // Open takes over the gate that an earlier daemon left with the keeper, of
@@ -31,7 +34,7 @@ func Open(ctx context.Context, c Choice, o Options) (g Gate, fresh, loop bool, e
 	kind, why := c.Kind, "it was asked for"
 	switch kind {
 	case "":
-		if kind, why, err = kernel.ChooseGate(ctx, c.Root); err != nil {
+		if kind, why, err = kernel.ChooseGate(ctx, c.Root, c.Kept); err != nil {
 			// What it is that does not work is said where it is needed: at the
 			// latest when something is mounted.
 			log.Warn("this host seems to lack what a gate needs; `foil doctor` says more", "err", err)
@@ -61,6 +64,9 @@ func Open(ctx context.Context, c Choice, o Options) (g Gate, fresh, loop bool, e
 		return fuse, false, loop, nil
 	}
 	if kind == kernel.GateFanotify {
+		if why != "" && !c.Kept {
+			log.Warn("no service manager keeps the gate: if daemon and keeper are killed together, reads of absent bytes return zeros; start the daemon by systemd (deploy/systemd), or with --gate fuse", "why", why)
+		}
 		g, err := New(ctx, o)
 		if err != nil {
 			return nil, true, false, err

@@ -214,6 +214,9 @@ func (g *Fanotify) resume(a *guarded) {
 				keep = append(keep, s)
 				continue
 			}
+			// They had slots in the daemon before, which let no arena have too many.
+			g.slots.taken++
+			a.waiting++
 			g.waitLocked(a, pendingEvent{record: s.record, slot: s.slot, stale: sn})
 		}
 		sn.waiting = keep

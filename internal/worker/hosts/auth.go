@@ -157,7 +157,7 @@ func (a *authorizer) explain(err error) error {
 		// Its message has the answer's body, which is the token server's to say.
 		return &remote.Refused{Err: fmt.Errorf("the token server answers %s: are the credentials right?", status.Status)}
 	case errors.As(err, &status):
-		return fmt.Errorf("the token server answers %s", status.Status)
+		return fmt.Errorf("%w %s", remote.ErrTokenServer, status.Status)
 	case errors.Is(err, docker.ErrInvalidAuthorization):
 		return &remote.Refused{Err: fmt.Errorf("no valid credentials: %w", err)}
 	}

@@ -398,3 +398,61 @@ func BenchmarkMemory(b *testing.B) {
 		}
 	}
 }
+
+// TestRootGone: a keeper whose root is gone ends, unless what it holds is open somewhere.
+func TestRootGone(t *testing.T) {
+	for _, used := range []bool{false, true} {
+		dir := filepath.Join(t.TempDir(), "root")
+		if err := os.Mkdir(dir, 0o700); err != nil {
+			t.Fatal(err)
+		}
+		socket := filepath.Join(dir, "keeper")
+		ready, ended := make(chan struct{}), make(chan error, 1)
+		go func() { ended <- serve(t.Context(), socket, func() { close(ready) }, time.Millisecond) }()
+		<-ready
+		c, _, err := dial(t.Context(), socket)
+		if err != nil {
+			t.Fatal(err)
+		}
+		path := filepath.Join(t.TempDir(), "arena")
+		f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o600)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := c.put(t.Context(), "arena", f); err != nil {
+			t.Fatal(err)
+		}
+		f.Close()
+		if err := os.RemoveAll(dir); err != nil {
+			t.Fatal(err)
+		}
+		stays := func(why string) {
+			t.Helper()
+			select {
+			case err := <-ended:
+				t.Fatalf("it ended %s: %v", why, err)
+			case <-time.After(20 * time.Millisecond):
+			}
+		}
+		stays("while a daemon uses it")
+		var reader *os.File // as a mount would be
+		if used {
+			if reader, err = os.Open(path); err != nil {
+				t.Fatal(err)
+			}
+		}
+		c.close()
+		if used {
+			stays("while somebody has open what it holds")
+			reader.Close()
+		}
+		select {
+		case err := <-ended:
+			if err != nil {
+				t.Error(err)
+			}
+		case <-time.After(patience):
+			t.Fatal("it did not end")
+		}
+	}
+}

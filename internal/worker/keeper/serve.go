@@ -10,6 +10,7 @@ import (
 	"runtime/debug"
 	"slices"
 	"sync"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -17,10 +18,20 @@ import (
 // ErrRunning is returned by Serve when another keeper has the socket.
 var ErrRunning = errors.New("another keeper runs on this socket")
 
+// lookEvery is how often a keeper looks whether anybody can reach it.
+const lookEvery = 30 * time.Second
+
 // Serve is the keeper: it listens on socket, calls ready, and holds
 // descriptors until it is told to stop (by a client, or by the end of ctx) and holds nothing. An end
 // of ctx while something is held is remembered until nothing is.
+//
+// It also ends when nobody can reach it any more, because its socket is gone, with the root that it was for, and no
+// file that it holds is open anywhere else: no mount depends on it.
 func Serve(ctx context.Context, socket string, ready func()) error {
+	return serve(ctx, socket, ready, lookEvery)
+}
+
+func serve(ctx context.Context, socket string, ready func(), every time.Duration) error {
 	lock, err := os.OpenFile(socket+".lock", os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {
 		return fmt.Errorf("start keeper: %w", err)
@@ -37,8 +48,25 @@ func Serve(ctx context.Context, socket string, ready func()) error {
 		return fmt.Errorf("start keeper: %w", err)
 	}
 	s := &store{fds: map[string]int{}, conns: map[*net.UnixConn]bool{}, l: l, socket: socket}
+	if s.file, err = os.Lstat(socket); err != nil {
+		return errors.Join(fmt.Errorf("start keeper: %w", err), l.Close())
+	}
 	stop := context.AfterFunc(ctx, s.finish)
 	defer stop()
+	look := time.NewTicker(every)
+	defer look.Stop()
+	over := make(chan struct{})
+	defer close(over)
+	go func() {
+		for {
+			select {
+			case <-look.C:
+				s.endIfLost()
+			case <-over:
+				return
+			}
+		}
+	}()
 	if ready != nil {
 		ready()
 	}
@@ -97,6 +125,7 @@ func listen(socket string) (*net.UnixListener, error) {
 type store struct {
 	l      *net.UnixListener
 	socket string
+	file   os.FileInfo    // of the socket
 	wg     sync.WaitGroup // connections
 
 	mu    sync.Mutex
@@ -121,6 +150,39 @@ func (s *store) maybeStopLocked() {
 		os.Remove(s.socket)
 		s.l.Close()
 	}
+}
+
+// endIfLost stops a keeper that nobody can reach and nothing depends on.
+func (s *store) endIfLost() {
+	now, err := os.Lstat(s.socket)
+	if err == nil && os.SameFile(now, s.file) || err != nil && !errors.Is(err, os.ErrNotExist) {
+		return
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.done || len(s.conns) > 0 {
+		return
+	}
+	for _, fd := range s.fds {
+		if openElsewhere(fd) {
+			return
+		}
+	}
+	s.done = true // the name may be another keeper's
+	s.l.Close()
+}
+
+// openElsewhere reports whether a regular file is open other than by fd: a lease on it says so.
+func openElsewhere(fd int) bool {
+	var st unix.Stat_t
+	if err := unix.Fstat(fd, &st); err != nil || st.Mode&unix.S_IFMT != unix.S_IFREG {
+		return false
+	}
+	_, err := unix.FcntlInt(uintptr(fd), unix.F_SETLEASE, unix.F_WRLCK)
+	if err == nil {
+		unix.FcntlInt(uintptr(fd), unix.F_SETLEASE, unix.F_UNLCK) //nolint:errcheck // it is closed next
+	}
+	return errors.Is(err, unix.EAGAIN)
 }
 
 func (s *store) closeFDs() {

@@ -23,14 +23,15 @@
 // asked for those of its pull, with a Basic challenge. It gives those that it was
 // given for the image: a kubelet's, those of ctr --user.
 //
-// Whoever answers for a tag decides what runs. That is why the address should be
-// one that only root can take (a port below 1024), and the daemon answers no one
-// but root and its own user: others would read what only the daemon may pull.
+// Whoever answers for a tag decides what runs, and whoever may ask reads what only the daemon may pull.
+// So both ends show a key that only root of the host can read (KeyPath): a container on the host's network
+// is root on no socket that counts.
 package mirror
 
 import (
 	"bytes"
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -40,6 +41,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/containerd/platforms"
 	"github.com/opencontainers/go-digest"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
@@ -79,9 +81,6 @@ type Options struct {
 	// Besides, when set, reports whether an image could be refused by Claim, by its name. Then one that does not come as a
 	// bundle is resolved here as well, at its registry, and may not be pulled if that cannot be.
 	Besides func(name string) bool
-	// Allowed says who may ask, by the user at the other end of a connection;
-	// nil: root and the daemon's own.
-	Allowed func(client, server net.Addr) bool
 	Logger  *slog.Logger // nil means none
 }
 
@@ -118,9 +117,6 @@ type remembered struct {
 func New(opts Options) *Mirror {
 	if opts.Timeout == 0 {
 		opts.Timeout = 25 * time.Second
-	}
-	if opts.Allowed == nil {
-		opts.Allowed = root
 	}
 	if opts.Logger == nil {
 		opts.Logger = slog.New(slog.DiscardHandler)
@@ -388,30 +384,21 @@ func Addresses(address string) ([]string, error) {
 	return list, nil
 }
 
-type connKey struct{}
+// platform is what containerd pulls on this host.
+func platform() string { return platforms.Format(platforms.DefaultSpec()) }
 
-// Serve answers on a listener until ctx ends.
-func (m *Mirror) Serve(ctx context.Context, l net.Listener) error {
+// Serve answers those on a listener who have the key, until ctx ends.
+func (m *Mirror) Serve(ctx context.Context, l net.Listener, key *tls.Certificate) error {
 	srv := &http.Server{
-		Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-			if who, _ := r.Context().Value(connKey{}).(*who); who == nil || !who.allowed() {
-				http.Error(w, "only root may ask", http.StatusForbidden)
-				return
-			}
-			m.ServeHTTP(w, r)
-		}),
+		Handler:           m,
+		TLSConfig:         onlyBy(key),
 		ReadHeaderTimeout: 10 * time.Second,
 		IdleTimeout:       2 * time.Minute,
 		ErrorLog:          slog.NewLogLogger(m.log.Handler(), slog.LevelDebug),
 		BaseContext:       func(net.Listener) context.Context { return ctx },
-		ConnContext: func(ctx context.Context, c net.Conn) context.Context {
-			return context.WithValue(ctx, connKey{}, &who{allowed: sync.OnceValue(func() bool {
-				return m.opts.Allowed(c.RemoteAddr(), c.LocalAddr())
-			})})
-		},
 	}
 	done := make(chan error, 1)
-	go func() { done <- srv.Serve(l) }()
+	go func() { done <- srv.ServeTLS(l, "", "") }()
 	select {
 	case err := <-done:
 		return err
@@ -421,6 +408,3 @@ func (m *Mirror) Serve(ctx context.Context, l net.Listener) error {
 	<-done
 	return nil
 }
-
-// who is at the other end of a connection.
-type who struct{ allowed func() bool }

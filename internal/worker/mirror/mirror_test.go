@@ -1,14 +1,18 @@
 package mirror
 
 import (
+	"bytes"
 	"context"
+	"crypto/tls"
+	"crypto/x509"
 	"errors"
 	"fmt"
 	"io"
 	"net"
 	"net/http"
 	"net/http/httptest"
-	"net/netip"
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 
@@ -296,36 +300,76 @@ func TestAddresses(t *testing.T) {
 	}
 }
 
-// Who is at the other end of real connections.
-func TestServeOnlyAllowed(t *testing.T) {
+// asker is a client as containerd has it with a hosts.toml that names a key as ca and client; client empty: it
+// names none.
+func asker(t *testing.T, ca, client string) *http.Client {
+	t.Helper()
+	b, err := os.ReadFile(ca)
+	if err != nil {
+		t.Fatal(err)
+	}
+	config := &tls.Config{RootCAs: x509.NewCertPool()}
+	if !config.RootCAs.AppendCertsFromPEM(b) {
+		t.Fatalf("%s has no certificate", ca)
+	}
+	if client != "" {
+		pair, err := tls.LoadX509KeyPair(client, client)
+		if err != nil {
+			t.Fatal(err)
+		}
+		config.Certificates = []tls.Certificate{pair}
+	}
+	c := &http.Client{Transport: &http.Transport{TLSClientConfig: config, ForceAttemptHTTP2: true}}
+	t.Cleanup(c.CloseIdleConnections)
+	return c
+}
+
+// Who has the key of the root is answered, and nobody else: whatever its user is.
+func TestServeOnlyByKey(t *testing.T) {
 	f, _ := newFake()
-	for name, tc := range map[string]struct {
-		address string
-		allowed func(client, server net.Addr) bool
-		status  int
-	}{
-		"root or this user":       {"127.0.0.1:0", nil, 200},
-		"root or this user, IPv6": {"[::1]:0", nil, 200},
-		"nobody":                  {"127.0.0.1:0", func(net.Addr, net.Addr) bool { return false }, 403},
-	} {
-		t.Run(name, func(t *testing.T) {
-			l, err := net.Listen("tcp", tc.address)
-			if err != nil && strings.HasPrefix(tc.address, "[") {
+	for _, address := range []string{"127.0.0.1:0", "[::1]:0", "127.0.0.3:0"} {
+		t.Run(address, func(t *testing.T) {
+			l, err := net.Listen("tcp", address)
+			if err != nil && strings.HasPrefix(address, "[") {
 				t.Skipf("this host has no IPv6: %v", err)
 			}
 			if err != nil {
 				t.Fatal(err)
 			}
+			root, other := t.TempDir(), t.TempDir()
+			key, err := LoadKey(root, l.Addr().String())
+			if err != nil {
+				t.Fatal(err)
+			}
+			if _, err := LoadKey(other, l.Addr().String()); err != nil {
+				t.Fatal(err)
+			}
 			ctx, cancel := context.WithCancel(t.Context())
 			done := make(chan error, 1)
-			go func() { done <- New(Options{Node: f, Allowed: tc.allowed}).Serve(ctx, l) }()
-			resp, err := http.Get("http://" + l.Addr().String() + "/v2/")
+			go func() { done <- New(Options{Node: f}).Serve(ctx, l, key) }()
+			at := l.Addr().String() + "/v2/"
+			resp, err := asker(t, KeyPath(root), KeyPath(root)).Get("https://" + at)
 			if err != nil {
 				t.Fatal(err)
 			}
 			resp.Body.Close()
-			if resp.StatusCode != tc.status {
-				t.Errorf("%s, want %d", resp.Status, tc.status)
+			if resp.StatusCode != 200 {
+				t.Errorf("with the key: %s", resp.Status)
+			}
+			for name, c := range map[string]*http.Client{
+				"without a key":     asker(t, KeyPath(root), ""),
+				"with another key":  asker(t, KeyPath(root), KeyPath(other)),
+				"of another mirror": asker(t, KeyPath(other), KeyPath(root)), // which does not give it credentials
+			} {
+				if resp, err := c.Get("https://" + at); err == nil {
+					resp.Body.Close()
+					t.Errorf("%s: %s", name, resp.Status)
+				}
+			}
+			if resp, err := http.Get("http://" + at); err != nil || resp.StatusCode != http.StatusBadRequest {
+				t.Errorf("without TLS: %v, %v", resp, err) // containerd asks the next host
+			} else {
+				resp.Body.Close()
 			}
 			http.DefaultClient.CloseIdleConnections()
 			cancel()
@@ -336,31 +380,38 @@ func TestServeOnlyAllowed(t *testing.T) {
 	}
 }
 
-func TestUIDIn(t *testing.T) {
-	// As a little-endian kernel writes it.
-	const list = `  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
-   0: 0100007F:0256 0100007F:C350 01 00000000:00000000 00:00000000 00000000     0        0 1 1 0 20 4 30 10 -1
-   1: 0100007F:C350 0100007F:0256 01 00000000:00000000 00:00000000 00000000  1000        0 2 1 0 20 4 30 10 -1
-   2: 0000000000000000FFFF00000100007F:C351 0000000000000000FFFF00000100007F:0256 01 00000000:00000000 00:00000000 00000000  1001        0 3 1 0 20 4 30 10 -1
-   3: 0100007F 0100007F:0256 01
-`
-	here := netip.MustParseAddrPort("127.0.0.1:598")
-	for _, tc := range []struct {
-		client string
-		uid    int
-		ok     bool
-	}{{"127.0.0.1:50000", 1000, true}, {"127.0.0.1:50001", 1001, true}, {"127.0.0.1:50002", 0, false}, {"127.0.0.2:50000", 0, false}} {
-		uid, err := uidIn(strings.NewReader(list), netip.MustParseAddrPort(tc.client), here)
-		if uid != tc.uid || (err == nil) != tc.ok {
-			t.Errorf("%s: %d, %v", tc.client, uid, err)
+// The key stays, and is one that only root can read.
+func TestLoadKey(t *testing.T) {
+	root := t.TempDir()
+	load := func() []byte {
+		t.Helper()
+		key, err := LoadKey(root, "127.0.0.1:598")
+		if err != nil {
+			t.Fatal(err)
 		}
+		dir, err1 := os.Stat(filepath.Dir(KeyPath(root)))
+		file, err2 := os.Stat(KeyPath(root))
+		if err1 != nil || err2 != nil || dir.Mode().Perm() != 0o700 || file.Mode().Perm() != 0o600 {
+			t.Errorf("%v, %v, %v, %v", dir, file, err1, err2)
+		}
+		return key.Certificate[0]
 	}
-}
-
-func FuzzUIDIn(f *testing.F) {
-	f.Add("0: 0100007F:0256 0100007F:C350 01 0:0 00:0 0 0 0 1", "x")
-	f.Fuzz(func(t *testing.T, a, b string) {
-		here := netip.MustParseAddrPort("127.0.0.1:598")
-		_, _ = uidIn(strings.NewReader(a+"\n"+b), here, here)
-	})
+	first := load()
+	if !bytes.Equal(first, load()) {
+		t.Error("a new key, although there was one")
+	}
+	for name, spoil := range map[string]func() error{
+		"others could read it": func() error { return os.Chmod(KeyPath(root), 0o644) },
+		"it is damaged":        func() error { return os.WriteFile(KeyPath(root), []byte("x"), 0o600) },
+		"it is removed":        func() error { return os.Remove(KeyPath(root)) },
+	} {
+		if err := spoil(); err != nil {
+			t.Fatal(err)
+		}
+		now := load()
+		if bytes.Equal(first, now) {
+			t.Errorf("%s: it is the old one", name)
+		}
+		first = now
+	}
 }

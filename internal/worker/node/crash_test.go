@@ -24,7 +24,7 @@ func dyingDaemon(root string) int {
 		return 1
 	}
 	point := os.Getenv(pointEnv)
-	n, err := New(Options{Root: root, Binary: self, Logger: slog.New(slog.NewTextHandler(os.Stderr, nil)), crash: func(p string) {
+	n, err := New(Options{Root: root, Binary: self, Gate: bestGate(), Logger: slog.New(slog.NewTextHandler(os.Stderr, nil)), crash: func(p string) {
 		if p == point {
 			_ = unix.Kill(os.Getpid(), unix.SIGKILL)
 			select {}

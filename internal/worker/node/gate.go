@@ -30,7 +30,7 @@ func (n *Node) openGate() (in store.Inherited, err error) {
 	if in.FromStore = n.holders().inherit(in.Held); in.FromStore {
 		n.log.Warn("keeper and daemon died together; the service manager has kept the gate", "descriptors", len(in.Held))
 	}
-	g, fresh, loop, err := gate.Open(ctx, gate.Choice{Kind: n.opts.Gate, Root: n.opts.Root}, gate.Options{
+	g, fresh, loop, err := gate.Open(ctx, gate.Choice{Kind: n.opts.Gate, Root: n.opts.Root, Kept: n.opts.Store != nil}, gate.Options{
 		Keeper: n.holders(), Held: in.Held, Logger: n.log, Dir: filepath.Join(n.opts.Root, "run", "gate"),
 	})
 	if err != nil {

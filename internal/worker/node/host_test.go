@@ -17,6 +17,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -119,12 +120,21 @@ func newHost(t testing.TB) *host {
 	return h
 }
 
+// bestGate is the one that a daemon under systemd has here.
+var bestGate = sync.OnceValue(func() string {
+	gate, _, err := kernel.ChooseGate(context.Background(), os.TempDir(), true)
+	if err != nil {
+		return "" // it is said where it is needed
+	}
+	return gate
+})
+
 func (h *host) options() Options {
 	self, err := os.Executable()
 	if err != nil {
 		h.t.Fatal(err)
 	}
-	return Options{Root: h.root, Binary: self, GiveUp: h.giveUp, Store: h.store, claimWithin: cmp.Or(h.early, time.Hour), keepWarm: cmp.Or(h.warm, time.Hour), firstRetry: cmp.Or(h.retry, time.Hour), stalled: cmp.Or(h.stall, time.Hour), wantedRetry: cmp.Or(h.wanted, time.Hour), crash: h.at, Logger: slog.New(slog.NewTextHandler(&h.log, nil))}
+	return Options{Root: h.root, Binary: self, Gate: bestGate(), GiveUp: h.giveUp, Store: h.store, claimWithin: cmp.Or(h.early, time.Hour), keepWarm: cmp.Or(h.warm, time.Hour), firstRetry: cmp.Or(h.retry, time.Hour), stalled: cmp.Or(h.stall, time.Hour), wantedRetry: cmp.Or(h.wanted, time.Hour), crash: h.at, Logger: slog.New(slog.NewTextHandler(&h.log, nil))}
 }
 
 func (h *host) start() {

@@ -3,6 +3,7 @@ package pull
 import (
 	"context"
 	"errors"
+	"io"
 	"net/http"
 	"strings"
 	"syscall"
@@ -91,9 +92,12 @@ func isOlder(err error) bool {
 	return ok && e.Status == http.StatusBadRequest && strings.Contains(e.Message, "unknown field")
 }
 
-// isAnswered reports whether a server was given up that did answer, with a status.
+// isAnswered reports whether a server was given up that did answer: with a status, with less than what it
+// began, or by way of its token server.
 func isAnswered(err error) bool {
-	return errors.Is(err, fetch.ErrUnreachable) && errors.As(err, new(*remote.StatusError))
+	busy := isStatus(http.StatusTooManyRequests, http.StatusBadGateway, http.StatusServiceUnavailable, http.StatusGatewayTimeout)
+	return busy(err) || errors.Is(err, remote.ErrTokenServer) ||
+		errors.Is(err, fetch.ErrUnreachable) && (errors.As(err, new(*remote.StatusError)) || isAny(fetch.ErrEmpty, io.ErrUnexpectedEOF)(err))
 }
 
 func isStatus(codes ...int) func(error) bool {

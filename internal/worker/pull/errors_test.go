@@ -44,6 +44,10 @@ func TestErrorsHaveCodes(t *testing.T) {
 		// Given up, although it answers.
 		{fmt.Errorf("%w http://h: %w", fetch.ErrUnreachable, status(503, "")), api.CodeUnavailable, api.ServerAnswers},
 		{fmt.Errorf("%w http://h, which asks to be asked again in 1m0s: %w", fetch.ErrUnreachable, status(429, "")), api.CodeUnavailable, api.ServerAnswers},
+		{status(503, ""), api.CodeUnavailable, api.ServerAnswers},
+		{status(429, ""), api.CodeUnavailable, api.ServerAnswers},
+		{fmt.Errorf("%w http://h: %w", fetch.ErrUnreachable, fetch.ErrEmpty), api.CodeUnavailable, api.ServerAnswers},
+		{fmt.Errorf("%w http://h: %w 503 Service Unavailable", fetch.ErrUnreachable, remote.ErrTokenServer), api.CodeUnavailable, api.ServerAnswers},
 		{fmt.Errorf("%w http://h: %w", fetch.ErrUnreachable, said(bundle.CodeUnavailable)), api.CodeUnavailable, api.ServerAnswers},
 	} {
 		e := AsError(fmt.Errorf("pull registry.example/app:1: %w", c.err))

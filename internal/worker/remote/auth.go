@@ -27,6 +27,9 @@ type Refused struct{ Err error }
 func (r *Refused) Error() string { return r.Err.Error() }
 func (r *Refused) Unwrap() error { return r.Err }
 
+// ErrTokenServer is, wrapped, an Authorizer's error when the token server answers that it cannot give one now.
+var ErrTokenServer = errors.New("the token server answers")
+
 // View is how one pull uses a Client that others use as well.
 type View struct {
 	Authorizer Authorizer // nil: none

@@ -93,7 +93,7 @@ func TestClientOneConnection(t *testing.T) {
 				}
 			}
 			// A stream and small requests beside it.
-			r, err := c.Stream(t.Context(), "/x", "stream")
+			r, err := c.Stream(t.Context(), "/x", "stream", 0)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -214,7 +214,7 @@ func testClientTimeouts(t *testing.T) {
 	if err := c.Post(t.Context(), "/hang", 1, nil); !errors.Is(err, errHeader) {
 		t.Errorf("a server that does not answer: %v", err)
 	}
-	r, err := c.Stream(t.Context(), "/stall", 1)
+	r, err := c.Stream(t.Context(), "/stall", 1, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -223,7 +223,7 @@ func testClientTimeouts(t *testing.T) {
 		t.Errorf("a stream that stalls: %q, %v", b, err)
 	}
 	// Not reading is no stall.
-	r2, err := c.Stream(t.Context(), "/stall", 1)
+	r2, err := c.Stream(t.Context(), "/stall", 1, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -298,12 +298,15 @@ func (c *cutConn) Write(b []byte) (int, error) {
 }
 
 // TestStall: a server that says every 15 seconds that it is at work is waited for; one that says
-// nothing for a minute has stalled.
+// nothing for a minute has stalled; and so has one that goes on saying it for longer than Limit allows.
 func TestStall(t *testing.T) {
 	for name, c := range map[string]struct {
-		every time.Duration
-		want  error
-	}{"at work": {15 * time.Second, io.EOF}, "silent": {61 * time.Second, ErrStall}} {
+		every, limit time.Duration
+		want         error
+	}{
+		"at work": {15 * time.Second, 0, io.EOF}, "silent": {61 * time.Second, 0, ErrStall},
+		"at work, but not for so long": {15 * time.Second, 50 * time.Minute, ErrStall},
+	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				body, to := io.Pipe()
@@ -331,6 +334,7 @@ func TestStall(t *testing.T) {
 				context.AfterFunc(ctx, func() { body.CloseWithError(context.Cause(ctx)) })
 				r := client.stream(ctx, cancel, l, "http://server.test", body)
 				defer r.Close()
+				r.Limit(c.limit)
 				if _, err := io.Copy(io.Discard, r); !errors.Is(err, c.want) && !(err == nil && c.want == io.EOF) {
 					t.Errorf("got %v, want %v", err, c.want)
 				}

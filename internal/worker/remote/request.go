@@ -23,17 +23,19 @@ type call struct {
 	query        url.Values
 	mediaType    string // of body; empty: there is none
 	body         []byte
+	within       time.Duration // Options.HeaderTimeout, if that is less or this is 0
 }
 
-// Stream posts body as JSON to path and returns the answer, which must be closed.
+// Stream posts body as JSON to path and returns the answer, which must be closed. Its
+// header must come within a while, unless that is 0, and within Options.HeaderTimeout.
 //
 // Errors: *StatusError; those of the connection.
-func (c *Client) Stream(ctx context.Context, path string, body any) (*Stream, error) {
+func (c *Client) Stream(ctx context.Context, path string, body any, within time.Duration) (*Stream, error) {
 	b, err := json.Marshal(body)
 	if err != nil {
 		return nil, fmt.Errorf("encode request to %s: %w", path, err)
 	}
-	return c.do(ctx, call{method: http.MethodPost, path: path, mediaType: "application/json", body: b})
+	return c.do(ctx, call{method: http.MethodPost, path: path, mediaType: "application/json", body: b, within: within})
 }
 
 // do returns the response to a request, whose status is 2xx. Its
@@ -43,12 +45,16 @@ func (c *Client) Stream(ctx context.Context, path string, body any) (*Stream, er
 // Errors: *StatusError; those of the connection.
 func (c *Client) do(ctx context.Context, q call) (*Stream, error) {
 	ctx, cancel := context.WithCancelCause(ctx)
-	timer := time.AfterFunc(c.opts.HeaderTimeout, func() { cancel(errHeader) })
+	within := c.opts.HeaderTimeout
+	if q.within > 0 {
+		within = min(within, q.within)
+	}
+	timer := time.AfterFunc(within, func() { cancel(errHeader) })
 	l, u, resp, err := c.roundTrip(ctx, q)
 	timer.Stop()
 	if err != nil {
 		if errors.Is(context.Cause(ctx), errHeader) {
-			err = fmt.Errorf("%w (%v)", errHeader, c.opts.HeaderTimeout)
+			err = fmt.Errorf("%w (%v)", errHeader, within)
 		}
 		if l != nil {
 			if (ctx.Err() == nil || errors.Is(context.Cause(ctx), errHeader)) && !isAnswer(err) {
@@ -135,7 +141,7 @@ func (c *Client) roundTrip(ctx context.Context, q call) (*link, string, *http.Re
 //
 // Errors: *StatusError; those of the connection.
 func (c *Client) Post(ctx context.Context, path string, body, answer any) error {
-	r, err := c.Stream(ctx, path, body)
+	r, err := c.Stream(ctx, path, body, 0)
 	if err != nil {
 		return err
 	}
@@ -188,7 +194,8 @@ func (c *Client) Delete(ctx context.Context, path string, query url.Values) erro
 }
 
 // Stream is the body of an answer. Reading from it fails with ErrStall when no byte comes
-// for the client's StallTimeout, or for what Patience says.
+// for the client's StallTimeout, or for what Patience says, and when reads have waited for as long as
+// Limit says.
 type Stream struct {
 	client *Client
 	link   *link
@@ -198,18 +205,26 @@ type Stream struct {
 	cancel context.CancelCauseFunc
 	stall  *time.Timer
 	most   time.Duration // how long no byte may come
+	limit  time.Duration // what Limit said; 0: nothing
+	left   time.Duration // of that
 	once   sync.Once
 }
 
 func (r *Stream) Read(b []byte) (int, error) {
 	// The clock runs only while bytes are waited for: a slow disk here is no
 	// stall there.
-	r.stall.Reset(r.most)
+	most, what := r.most, "no byte"
+	if r.limit > 0 && r.left < most {
+		most, what = max(r.left, 0), "nothing but signs of life"
+	}
+	began := time.Now()
+	r.stall.Reset(most)
 	n, err := r.body.Read(b)
 	r.stall.Stop()
+	r.left -= time.Since(began)
 	if err != nil && !errors.Is(err, io.EOF) {
 		if errors.Is(context.Cause(r.ctx), ErrStall) {
-			err = fmt.Errorf("%w: no byte for %v", ErrStall, r.most)
+			err = fmt.Errorf("%w: %s for %v", ErrStall, what, max(most, r.limit))
 		}
 		err = fmt.Errorf("read from %s: %w", r.url, err)
 	}
@@ -238,6 +253,10 @@ func (r *Stream) Close() error {
 
 // Patience has the stream wait for so long for a byte.
 func (r *Stream) Patience(d time.Duration) { r.most = d }
+
+// Limit has reads wait for so long in all, from now on, whatever bytes come: until it is called again,
+// by who has got what it wanted. 0: for ever.
+func (r *Stream) Limit(d time.Duration) { r.limit, r.left = d, d }
 
 // Broken says that the connection cannot be relied on: the next request connects anew.
 func (r *Stream) Broken() { r.client.abandon(r.link) }

@@ -73,14 +73,14 @@ func (c *Client) Kept() (Warming, bool) {
 
 // padding has the server send n bytes.
 func (c *Client) padding(ctx context.Context, n int64) (int64, error) {
-	r, err := c.Stream(ctx, bundle.WarmPath, bundle.Warm{Bytes: n})
+	r, err := c.Stream(ctx, bundle.WarmPath, bundle.Warm{Bytes: n}, 0)
 	if err != nil {
 		return 0, err
 	}
 	defer r.Close()
-	got, err := io.Copy(io.Discard, r)
+	got, err := io.Copy(io.Discard, io.LimitReader(r, n+1))
 	if err == nil && got != n {
-		err = fmt.Errorf("post %s: %d bytes, asked for %d", r.url, got, n)
+		err = fmt.Errorf("post %s: %d bytes or more, asked for %d", r.url, got, n)
 	}
 	return got, err
 }

@@ -153,3 +153,21 @@ func TestKeepWithoutWarming(t *testing.T) {
 		t.Errorf("%d more requests", len(hits))
 	}
 }
+
+// A server that sends more than it was asked for is not listened to.
+func TestWarmTakesNoMore(t *testing.T) {
+	c, err := New(Options{Base: h2cServer(t, func(w http.ResponseWriter, r *http.Request) {
+		for r.Context().Err() == nil {
+			if _, err := w.Write(make([]byte, 32<<10)); err != nil {
+				return
+			}
+		}
+	})})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	if _, err := c.Warm(t.Context(), 1<<20); err == nil {
+		t.Error("no error")
+	}
+}

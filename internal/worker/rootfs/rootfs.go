@@ -62,6 +62,8 @@ type Rootfs struct {
 	// meta waits until the metadata image has been written that LayOut began, and
 	// returns its SHA-256; nil for a rootfs that was found on the disk.
 	meta func() (string, error)
+	// pendingMeta is how many bytes the metadata image will take; guarded by mu.
+	pendingMeta int64
 
 	mu    locks.Mutex[locks.Rootfs]
 	state State
@@ -535,9 +537,17 @@ func (r *Rootfs) Pending() int64 {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.arena == nil || r.fill.by == nil || !r.fill.by.Claimed() {
-		return 0
+		return r.pendingMeta
 	}
-	return r.arena.Layout().ContentBytes() - r.arena.ContentHere()
+	return r.pendingMeta + r.arena.Layout().ContentBytes() - r.arena.ContentHere()
+}
+
+// PendingMeta notes, and returns, how many bytes its metadata image will take: 0 once it is written.
+func (r *Rootfs) PendingMeta(n int64) int64 {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.pendingMeta = n
+	return n
 }
 
 // Strand keeps the descriptor of an arena that could not be opened again but may be

@@ -9,12 +9,14 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"net/http"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
 	"time"
 
+	"github.com/containerd/containerd/v2/core/remotes/docker"
 	"github.com/containerd/containerd/v2/core/remotes/docker/config"
 	"github.com/pelletier/go-toml/v2"
 
@@ -27,6 +29,7 @@ import (
 
 // Options are settings of foil node, as its flags have them.
 type Options struct {
+	Root      string // --root
 	HostsDirs string // --hosts-dir
 	Mirror    string // --mirror-listen
 	Metrics   string // --metrics-listen
@@ -44,7 +47,7 @@ type finding = containerd.Finding
 
 // Check looks at everything.
 func Check(ctx context.Context, o Options) []finding {
-	named, list := checkHosts(ctx, o.HostsDirs, o.Mirror)
+	named, list := checkHosts(ctx, o)
 	if f, ok := checkMirror(ctx, o, named); ok {
 		list = append(list, f)
 	}
@@ -69,13 +72,13 @@ func Check(ctx context.Context, o Options) []finding {
 
 // checkHosts reads every hosts.toml as containerd does, with the certificates
 // that it names, and returns those that name the mirror.
-func checkHosts(ctx context.Context, dirs, address string) (named []string, list []finding) {
-	self, err := mirror.Addresses(address)
+func checkHosts(ctx context.Context, o Options) (named []string, list []finding) {
+	self, err := mirror.Addresses(o.Mirror)
 	if err != nil {
 		self = nil // off, or said elsewhere
 	}
 	read := 0
-	for _, root := range filepath.SplitList(dirs) {
+	for _, root := range filepath.SplitList(o.HostsDirs) {
 		files, err := filepath.Glob(filepath.Join(root, "*", "hosts.toml"))
 		if err != nil {
 			list = append(list, finding{Name: "hosts.toml", State: containerd.Wrong, Detail: err.Error(), Fix: "correct hosts-dir"})
@@ -96,17 +99,20 @@ func checkHosts(ctx context.Context, dirs, address string) (named []string, list
 			}
 			hosts, err := config.ConfigureHosts(ctx, config.HostOptions{HostDir: func(string) (string, error) { return dir, nil }})(registry)
 			if err != nil {
-				list = append(list, finding{Name: "hosts.toml", State: containerd.Wrong, Detail: fmt.Sprintf("%s: %v", file, err),
-					Fix: "correct " + file + ", or the files that it names (ca, client): neither containerd nor foil node pulls from that registry"})
+				fix := "correct " + file + ", or the files that it names (ca, client): neither containerd nor foil node pulls from that registry"
+				if os.Geteuid() != 0 && errors.Is(err, os.ErrPermission) {
+					fix = "ask again as root"
+				}
+				list = append(list, finding{Name: "hosts.toml", State: containerd.Wrong, Detail: fmt.Sprintf("%s: %v", file, err), Fix: fix})
 				continue
 			}
 			read++
 			for _, h := range hosts {
 				if slices.Contains(self, h.Host) {
 					named = append(named, file)
-					if h.Scheme != "http" {
-						list = append(list, finding{Name: "hosts.toml", State: containerd.Wrong, Detail: fmt.Sprintf("%s asks the mirror by %s", file, h.Scheme),
-							Fix: fmt.Sprintf(`write [host."http://%s"]: the mirror speaks plain HTTP, on loopback`, h.Host)})
+					if err := askMirror(ctx, h); err != nil {
+						list = append(list, finding{Name: "hosts.toml", State: containerd.Wrong, Detail: fmt.Sprintf("by %s containerd gets nothing from the mirror: %v", file, err),
+							Fix: "write there:\n" + mirror.Hosts(o.Root, h.Host)})
 					}
 				}
 			}
@@ -116,6 +122,29 @@ func checkHosts(ctx context.Context, dirs, address string) (named []string, list
 		list = append(list, finding{Name: "hosts.toml", State: containerd.OK, Detail: fmt.Sprintf("%d read, with the certificates that they name", read)})
 	}
 	return named, list
+}
+
+// askMirror asks the mirror as containerd does by a hosts.toml. That nobody answers at its address is said elsewhere.
+func askMirror(ctx context.Context, h docker.RegistryHost) error {
+	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
+	defer cancel()
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, h.Scheme+"://"+h.Host+"/v2/", nil)
+	if err != nil {
+		return err
+	}
+	defer h.Client.CloseIdleConnections()
+	resp, err := h.Client.Do(req)
+	if e, ok := errors.AsType[*net.OpError](err); ok && e.Op == "dial" {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	defer resp.Body.Close()
+	if resp.StatusCode != http.StatusOK {
+		return fmt.Errorf("it answers %s", resp.Status)
+	}
+	return nil
 }
 
 // registryOf returns the registry that a directory of hosts.toml is for: its name, in
@@ -140,7 +169,7 @@ func checkMirror(ctx context.Context, o Options, named []string) (finding, bool)
 	f := checkListens(ctx, "mirror", "tcp", o.Mirror, "mirror-listen")
 	if f.State == containerd.OK && len(named) == 0 {
 		return finding{Name: "mirror", State: containerd.Wrong, Detail: "it answers at " + o.Mirror + ", and no hosts.toml in " + o.HostsDirs + " names it: containerd never asks",
-			Fix: "copy deploy/containerd/hosts.toml for each registry, or as _default"}, true
+			Fix: "in a hosts.toml for each registry, or in that of _default, write:\n" + mirror.Hosts(o.Root, o.Mirror)}, true
 	}
 	if f.State == containerd.OK {
 		f.Detail += "; " + fmt.Sprintf("%d hosts.toml name it", len(named))

@@ -1,6 +1,7 @@
 package setup
 
 import (
+	"context"
 	"net"
 	"os"
 	"path/filepath"
@@ -8,22 +9,42 @@ import (
 	"testing"
 
 	"hydrofoil.dev/foil/internal/worker/containerd"
+	"hydrofoil.dev/foil/internal/worker/mirror"
 )
 
 const goodUnit = "LoadState=loaded\nNeedDaemonReload=no\nFragmentPath=/etc/systemd/system/foil-node.service\nType=notify\nKillMode=process\nFileDescriptorStoreMax=16384\n"
+
+// serveMirror serves the mirror of a root.
+func serveMirror(t *testing.T, l net.Listener, root string) {
+	t.Helper()
+	key, err := mirror.LoadKey(root, l.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- mirror.New(mirror.Options{}).Serve(ctx, l, key) }()
+	t.Cleanup(func() {
+		cancel()
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+	})
+}
 
 func TestCheck(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer l.Close()
 	gone, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
 	}
 	gone.Close()
 	here, nobody := l.Addr().String(), gone.Addr().String()
+	root := t.TempDir()
+	serveMirror(t, l, root)
 	dirs := func(files map[string]string) string {
 		root := t.TempDir()
 		for name, text := range files {
@@ -40,7 +61,7 @@ func TestCheck(t *testing.T) {
 	host := func(url string) string {
 		return "server = \"https://registry.example\"\n[host.\"" + url + "\"]\ncapabilities = [\"pull\", \"resolve\"]\n"
 	}
-	base := Options{Mirror: "off", Metrics: "off", DiskLimit: "80%", Unit: goodUnit, Running: "1", Version: "1"}
+	base := Options{Root: root, Mirror: "off", Metrics: "off", DiskLimit: "80%", Unit: goodUnit, Running: "1", Version: "1"}
 	for name, test := range map[string]struct {
 		change func(*Options)
 		want   []string // name, state and part of what is found or to be done
@@ -49,7 +70,7 @@ func TestCheck(t *testing.T) {
 			"disk limit note disk-limit = ", "origins ok wall", "systemd unit note is not installed"}},
 		"good": {func(o *Options) {
 			o.Mirror, o.Metrics = here, here
-			o.HostsDirs = dirs(map[string]string{"registry.example": host("http://" + here), "other.example_5000_": host("https://else.example")})
+			o.HostsDirs = dirs(map[string]string{"registry.example": mirror.Hosts(root, here), "other.example_5000_": host("https://else.example")})
 		}, []string{"hosts.toml ok 2 read", "mirror ok 1 hosts.toml name it", "metrics ok " + here, "disk limit ok 80%", "origins ok ", "systemd unit ok /etc/"}},
 		"nobody listens": {func(o *Options) { o.Mirror, o.Metrics = nobody, nobody }, []string{
 			"mirror wrong start the daemon", "metrics wrong start the daemon", "disk limit ok ", "origins ok ", "systemd unit ok "}},
@@ -57,10 +78,10 @@ func TestCheck(t *testing.T) {
 			o.Mirror = here
 			o.HostsDirs = dirs(map[string]string{"_default": host("https://else.example")})
 		}, []string{"hosts.toml ok 1 read", "mirror wrong containerd never asks", "disk limit ok ", "origins ok ", "systemd unit ok "}},
-		"asked by TLS": {func(o *Options) {
+		"asked without its key": {func(o *Options) {
 			o.Mirror = here
-			o.HostsDirs = dirs(map[string]string{"_default": host("https://" + here)})
-		}, []string{"hosts.toml wrong speaks plain HTTP", "hosts.toml ok 1", "mirror ok ", "disk limit ok ", "origins ok ", "systemd unit ok "}},
+			o.HostsDirs = dirs(map[string]string{"_default": host("http://" + here), "a.example": host("https://" + here), "b.example": mirror.Hosts(root, here)})
+		}, []string{"hosts.toml wrong answers 400", "hosts.toml wrong client = \"" + mirror.KeyPath(root), "hosts.toml ok 3", "mirror ok ", "disk limit ok ", "origins ok ", "systemd unit ok "}},
 		"bad files": {func(o *Options) {
 			o.HostsDirs = dirs(map[string]string{
 				"a.example": "server = ",
@@ -118,17 +139,17 @@ func TestCheckIPv6(t *testing.T) {
 	if err != nil {
 		t.Skipf("this host has no IPv6: %v", err)
 	}
-	defer l.Close()
-	dirs := t.TempDir()
+	dirs, root := t.TempDir(), t.TempDir()
+	serveMirror(t, l, root)
 	for _, registry := range []string{"[::1]_5000_", "[fd00::7]:5000", "[fd00::8]_443_"} {
 		if err := os.Mkdir(filepath.Join(dirs, registry), 0o755); err != nil {
 			t.Fatal(err)
 		}
-		if err := os.WriteFile(filepath.Join(dirs, registry, "hosts.toml"), []byte("[host.\"http://"+l.Addr().String()+"\"]\ncapabilities = [\"pull\", \"resolve\"]\n"), 0o644); err != nil {
+		if err := os.WriteFile(filepath.Join(dirs, registry, "hosts.toml"), []byte(mirror.Hosts(root, l.Addr().String())), 0o644); err != nil {
 			t.Fatal(err)
 		}
 	}
-	for _, f := range Check(t.Context(), Options{HostsDirs: dirs, Mirror: l.Addr().String(), Metrics: l.Addr().String(), DiskLimit: "80%", Unit: goodUnit}) {
+	for _, f := range Check(t.Context(), Options{Root: root, HostsDirs: dirs, Mirror: l.Addr().String(), Metrics: l.Addr().String(), DiskLimit: "80%", Unit: goodUnit}) {
 		if f.State != containerd.OK || f.Name == "mirror" && !strings.Contains(f.Detail, "3 hosts.toml name it") {
 			t.Errorf("%+v", f)
 		}

@@ -99,6 +99,24 @@ func (s *Store) Fits(r *Rootfs) error {
 			need += int64(s.Length)
 		}
 	}
+	return s.fits(r, need)
+}
+
+// lengths is how many bytes an arena will take, nil's none.
+func lengths(l *arena.Layout) (n int64) {
+	if l == nil {
+		return 0
+	}
+	for i := range l.Segments() {
+		if s := l.Segment(i); !s.ID.IsHole() {
+			n += int64(s.Length)
+		}
+	}
+	return n
+}
+
+// fits is Fits of a rootfs that lacks so many bytes.
+func (s *Store) fits(r *Rootfs, need int64) error {
 	d, err := s.spaceBut(r)
 	if err != nil {
 		return err

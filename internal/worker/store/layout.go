@@ -47,7 +47,8 @@ type Wanted struct {
 // MountFirst does the rest. It finds what came for the image's origin by the same TOC, and nothing else: another
 // TOC of the same chain ID is told, and has a rootfs of its own.
 //
-// Errors: api.CodeCorrupt when what is here is broken and in use, a *Shortage.
+// Errors: api.CodeCorrupt when what is here is broken and in use, api.CodeUnsupported when its metadata
+// would take too much, a *Shortage.
 func (s *Store) Open(w Wanted) (r *Rootfs, made Placement, err error) {
 	s.layout.Lock()
 	defer s.layout.Unlock()
@@ -64,10 +65,6 @@ func (s *Store) Open(w Wanted) (r *Rootfs, made Placement, err error) {
 	}
 	s.TellConflict(w.Registry, w.Named, w.Image)
 	if r, made, err = s.layOut(w); err != nil {
-		return nil, nil, err
-	}
-	if err := s.Fits(r); err != nil {
-		s.discard(r)
 		return nil, nil, err
 	}
 	s.mu.Lock()
@@ -181,7 +178,17 @@ func (s *Store) layOut(w Wanted) (_ *Rootfs, _ Placement, err error) {
 	if err != nil {
 		return nil, nil, err
 	}
-	meta := begin(func() (string, error) { return s.writeMeta(r, have, layout) })
+	planned, err := s.planMeta(r, have, layout)
+	if err != nil {
+		return nil, nil, err
+	}
+	if err := cmp.Or(tooLarge(t, planned.Size()), s.fits(r, r.PendingMeta(planned.Size())+lengths(layout))); err != nil {
+		return nil, nil, err
+	}
+	meta := begin(func() (string, error) {
+		defer r.PendingMeta(0)
+		return writeMeta(r, planned)
+	})
 	enc := place.Encode()
 	if err := os.WriteFile(r.Path(rootfs.PlacementName), enc, 0o600); err != nil {
 		return nil, nil, errors.Join(err, wait(meta))

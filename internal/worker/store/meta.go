@@ -10,6 +10,8 @@ import (
 	"path/filepath"
 
 	"hydrofoil.dev/foil/internal/format/segment"
+	"hydrofoil.dev/foil/internal/format/toc"
+	"hydrofoil.dev/foil/internal/worker/api"
 	"hydrofoil.dev/foil/internal/worker/arena"
 	"hydrofoil.dev/foil/internal/worker/contents"
 	"hydrofoil.dev/foil/internal/worker/erofs"
@@ -17,11 +19,33 @@ import (
 	"hydrofoil.dev/foil/internal/worker/rootfs"
 )
 
-// writeMeta writes meta.erofs and returns its SHA-256. The file is derived: it
-// need not be durable, its digest is compared before it is believed. It replaces
-// what is there, which an old mount may go on using. layout is that of the rootfs's own
-// arena while that is made; nil: it is there.
-func (s *Store) writeMeta(r *Rootfs, have *Files, layout *arena.Layout) (string, error) {
+const (
+	// A metadata image may take metaBase bytes, metaInode for each inode, and a half of what the files
+	// hold. Those of real images take 100 to 200 bytes an inode, and a hundredth of the files. What takes more
+	// has extended attributes, names or symlinks that repeat themselves: they travel as next to
+	// nothing, and are written out for each file.
+	metaBase  = 64 << 20
+	metaInode = 256
+)
+
+// tooLarge is the error of a metadata image that would take more bytes than it may, or nil. By its code
+// containerd unpacks such an image itself.
+func tooLarge(t *toc.TOC, size int64) error {
+	most := int64(metaBase + metaInode*len(t.Inodes))
+	for i := range t.Segments {
+		if s := &t.Segments[i]; !s.ID.IsHole() {
+			most += int64(s.Length) / 2
+		}
+	}
+	if size <= most {
+		return nil
+	}
+	return api.Errorf(api.CodeUnsupported, "the names and attributes of rootfs %s's %d files would take %d bytes here, at most %d are allowed for what they hold: use another snapshotter for this image",
+		t.ChainID, len(t.Inodes), size, most)
+}
+
+// planMeta plans meta.erofs. layout is that of the rootfs's own arena while that is made; nil: it is there.
+func (s *Store) planMeta(r *Rootfs, have *Files, layout *arena.Layout) (*erofs.Image, error) {
 	opts := erofs.Options{}
 	offsets, err := s.offsets(r, have, layout, func(_ int, other *Rootfs) error {
 		if other == r && layout != nil {
@@ -36,17 +60,24 @@ func (s *Store) writeMeta(r *Rootfs, have *Files, layout *arena.Layout) (string,
 		return nil
 	})
 	if err != nil {
-		return "", err
+		return nil, err
 	}
 	opts.Place = func(c int) erofs.Extent {
 		return erofs.Extent{Device: int(have.Place[c]), Block: uint32(offsets[c] / arena.BlockSize)}
 	}
+	return erofs.Plan(have.TOC, opts)
+}
+
+// writeMeta writes meta.erofs and returns its SHA-256. The file is derived: it
+// need not be durable, its digest is compared before it is believed. It replaces
+// what is there, which an old mount may go on using.
+func writeMeta(r *Rootfs, img *erofs.Image) (string, error) {
 	f, err := os.Create(r.Path(mounts.Image + ".new"))
 	if err != nil {
 		return "", err
 	}
 	h := sha256.New()
-	err = erofs.Write(io.MultiWriter(f, h), have.TOC, opts)
+	err = img.Write(io.MultiWriter(f, h))
 	if err := errors.Join(err, f.Close()); err != nil {
 		return "", err
 	}
@@ -74,7 +105,7 @@ func (s *Store) Offsets(r *Rootfs, have *Files) (offsets []int64, arenas []strin
 
 // offsets returns where each content of a rootfs lies in the arena in which it
 // is placed. visit is called for each arena, in their order, with whose it is. layout is
-// as for writeMeta.
+// as for planMeta.
 func (s *Store) offsets(r *Rootfs, have *Files, layout *arena.Layout, visit func(i int, other *Rootfs) error) ([]int64, error) {
 	t := have.TOC
 	offsets := make([]int64, len(t.Contents))

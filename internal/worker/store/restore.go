@@ -398,7 +398,11 @@ func (s *Store) mountAgain(r *Rootfs, have *Files) error {
 				return err
 			}
 		}
-		if got, err = s.writeMeta(r, have, nil); err != nil {
+		img, err := s.planMeta(r, have, nil)
+		if err != nil {
+			return err
+		}
+		if got, err = writeMeta(r, img); err != nil {
 			return err
 		}
 		if got != rec.Meta {

@@ -24,9 +24,9 @@ import (
 
 // Setup makes gates of one kind.
 type Setup struct {
-	// New returns a gate that answers. It is closed by the suite. It skips the
-	// test where the kernel or the host cannot have such a gate.
-	New func(tb testing.TB) gate.Gate
+	// New returns a gate that answers, in which so many reads may wait (0: as many as by default). It is
+	// closed by the suite. It skips the test where the kernel or the host cannot have such a gate.
+	New func(tb testing.TB, waits int) gate.Gate
 	// Loop mounts EROFS over loop devices.
 	Loop bool
 	// Hold becomes a second holder of g until let is called, as the keeper is.
@@ -49,14 +49,21 @@ type rig struct {
 
 const arenaName = "sha256:0000/arena" // names are free text
 
-func (s Setup) rig(t *testing.T) *rig {
+// gate makes a gate for one test.
+func (s Setup) gate(t *testing.T, waits int) gate.Gate {
 	t.Helper()
-	g := s.New(t)
+	g := s.New(t, waits)
 	t.Cleanup(func() {
 		if err := g.Close(); err != nil {
 			t.Errorf("close gate: %v", err)
 		}
 	})
+	return g
+}
+
+// rig mounts a tree over an arena that g guards under a name.
+func (s Setup) rig(t *testing.T, g gate.Gate, name string) *rig {
+	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), Patience)
 	t.Cleanup(cancel)
 	tmp := t.TempDir()
@@ -73,12 +80,12 @@ func (s Setup) rig(t *testing.T) *rig {
 	path := filepath.Join(tmp, "arena")
 	file := tree.NewArena(t, path)
 	r := &rig{Tree: tree, gate: g, backing: NewBacking(file, tree.Truth, nil), dir: filepath.Join(tmp, "mnt"), ctx: ctx, hold: s.Hold}
-	if err := g.Guard(arenaName, file, r.backing); err != nil {
+	if err := g.Guard(name, file, r.backing); err != nil {
 		t.Fatal(err)
 	}
-	// Readers that a failed test leaves behind must not outlive it.
+	tree.MountBy(t, g.Device(name, path), r.dir, s.Loop)
+	// Readers that a failed test leaves behind must not outlive it, nor keep it from being unmounted.
 	t.Cleanup(func() { r.backing.Fail(errors.New("the test is over")) })
-	tree.MountBy(t, g.Device(arenaName, path), r.dir, s.Loop)
 	return r
 }
 
@@ -157,8 +164,10 @@ func Run(t *testing.T, s Setup) {
 		{"close leaves reads waiting", testClose},
 	}
 	for _, tt := range tests {
-		t.Run(tt.name, func(t *testing.T) { tt.fn(t, s.rig(t)) })
+		t.Run(tt.name, func(t *testing.T) { tt.fn(t, s.rig(t, s.gate(t, 0), arenaName)) })
 	}
+	t.Run("one arena's readers leave room for others", s.testRoom)
+	t.Run("killed readers leave room", s.testKilledRoom)
 }
 
 func testRead(t *testing.T, r *rig) {
