@@ -35,6 +35,11 @@ func holding(t *testing.T, s *server, w *worker, change func(*Options)) *held {
 	h := &held{Pull: Start(t.Context(), o)}
 	t.Cleanup(func() { h.Stop(); <-h.done })
 	<-early
+	until(t, "it is told that the set has come", func() bool {
+		h.mu.Lock()
+		defer h.mu.Unlock()
+		return h.schedule.set.blocks == nil
+	})
 	m := s.Image
 	h.a = w.arena(t, m)
 	l := h.a.Layout()
