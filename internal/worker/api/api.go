@@ -139,7 +139,7 @@ type Image struct {
 	Ref          string    `json:"ref"`
 	Digest       string    `json:"digest"`
 	ChainID      string    `json:"chain_id"`
-	Rootfs       string    `json:"rootfs"`          // names its directory: <root>/rootfs/ROOTFS
+	Rootfs       string    `json:"rootfs,omitempty"`          // names its directory: <root>/rootfs/ROOTFS
 	State        string    `json:"state"`           // pulling, complete, broken
 	Proof        string    `json:"proof,omitempty"` // served: a server said what its files are; proven: its layers were hashed here
 	Why          string    `json:"why,omitempty"`
@@ -228,7 +228,7 @@ type Container struct {
 	// Dir is the OCI bundle directory; Rootfs (Dir/rootfs) is mounted in it.
 	// The runner keeps config.json and its own state there.
 	Dir    string          `json:"dir"`
-	Rootfs string          `json:"rootfs"`
+	Rootfs string          `json:"rootfs,omitempty"`
 	Config json.RawMessage `json:"config"` // the OCI image config
 }
 

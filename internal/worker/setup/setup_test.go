@@ -98,12 +98,12 @@ func TestCheck(t *testing.T) {
 			"disk limit ok ", "origins ok ", "systemd unit wrong daemon-reload"}},
 		"two registries, one mirror": {func(o *Options) {
 			o.Mirror = here
-			o.HostsDirs = dirs(map[string]string{"registry.example": host("http://" + here)})
+			o.HostsDirs = dirs(map[string]string{"registry.example": mirror.Hosts(root, here)})
 			o.Registries = []string{"other.example:5000", "registry.example"}
 		}, []string{"hosts.toml ok 1 read", "mirror ok ", "disk limit ok ", "origins note those of other.example:5000", "systemd unit ok "}},
 		"two registries, the mirror of all": {func(o *Options) {
 			o.Mirror = here
-			o.HostsDirs = dirs(map[string]string{"_default": host("http://" + here)})
+			o.HostsDirs = dirs(map[string]string{"_default": mirror.Hosts(root, here)})
 			o.Registries = []string{"other.example:5000", "registry.example"}
 		}, []string{"hosts.toml ok 1 read", "mirror ok ", "disk limit ok ", "origins ok wall", "systemd unit ok "}},
 		"two registries in a group": {func(o *Options) {
