@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/worker/schedule"
 )
 
 // choice is what of a stream's plan comes another way: see Options.Elsewhere. Frames that bring nothing
@@ -43,7 +44,7 @@ func (c *choice) make(ctx context.Context, s *stream) {
 	var absent []int
 	if a := s.target.arena; a != nil {
 		for i, f := range s.index.frameOf {
-			if f != noFrame && !a.HasSegment(i) {
+			if f != schedule.NoFrame && !a.HasSegment(i) {
 				absent = append(absent, i)
 			}
 		}
@@ -66,9 +67,8 @@ func (c *choice) make(ctx context.Context, s *stream) {
 		} // else when the startup set has come
 		return
 	}
-	p.decideLocked(func(d *schedule, now time.Time) {
-		d.chosen(now, skip)
-		for _, f := range d.orders.skip {
+	p.decideLocked(func(d *schedule.Schedule, now time.Time) {
+		for _, f := range d.Chosen(now, skip) {
 			c.skipped++
 			c.bytes += bundle.SectionLength(int(s.plan.Frames[f].MaxLength))
 		}
@@ -150,28 +150,24 @@ func (p *Pull) Bring(segments []int) {
 	if s == nil {
 		return
 	}
-	p.decideLocked(func(d *schedule, now time.Time) {
+	p.decideLocked(func(d *schedule.Schedule, now time.Time) {
 		var frames []uint32
 		for _, i := range segments {
-			if f := s.index.frameOf[i]; f != noFrame {
+			if f := s.index.frameOf[i]; f != schedule.NoFrame {
 				frames = append(frames, f) // back takes each once
 			}
 		}
-		d.back(now, frames)
+		d.Back(now, frames)
 	})
 }
 
 // Hurry has segments of the arena come early, which another pull wants in this order and leaves to this one.
 func (p *Pull) Hurry(segments []int) {
-	p.decide(func(s *schedule, now time.Time) { s.hurry(now, segments) })
+	p.decide(func(s *schedule.Schedule, now time.Time) { s.Hurry(now, segments) })
 }
 
 // Held reports whether the server sends nothing but what is promoted, since Options.Hold asks for that.
-func (p *Pull) Held() bool {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.schedule.hold.on
-}
+func (p *Pull) Held() bool { return p.state().Holds }
 
 // chooses reports whether streams ask what comes another way.
 func (p *Pull) chooses() bool {

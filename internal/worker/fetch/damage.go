@@ -7,6 +7,7 @@ import (
 
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/format/segment"
+	"hydrofoil.dev/foil/internal/worker/schedule"
 )
 
 // damage is what arrived with other bytes than it should have.
@@ -42,7 +43,7 @@ func (s *stream) damaged(frame uint32, id *segment.ID, err error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if s.countDamage(ids, fmt.Errorf("frame %d: %w", frame, err)) && !s.ended {
-		p.decideLocked(func(d *schedule, now time.Time) { d.damaged(now, frame) })
+		p.decideLocked(func(d *schedule.Schedule, now time.Time) { d.Damaged(now, frame) })
 	}
 }
 
@@ -75,6 +76,6 @@ func (s *stream) tornPages(frame uint32, ids []segment.ID, err error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if s.countDamage(ids, fmt.Errorf("frame %d of a startup set: %w", frame, err)) && !s.ended && !s.beside {
-		p.decideLocked((*schedule).tornPages)
+		p.decideLocked((*schedule.Schedule).TornPages)
 	}
 }

@@ -13,8 +13,8 @@
 // is kept while the server holds, and written as it is read, by Arena.WritePart (parts.go). Bytes are
 // verified, written and marked in these places only. Every few seconds, and at the end, the arena is synced.
 //
-// The way of one read that waits (need.go). It is told to schedule (schedule.go), as everything is that
-// happens: frames that came, sets, damage, time. schedule is a value that decides what is promoted, kept,
+// The way of one read that waits (need.go). It is told to a schedule (package schedule), as everything is that
+// happens: frames that came, sets, damage, time. That is a value that decides what is promoted, kept,
 // written and asked for again; Pull.decide does what it orders.
 //
 // Open is called between two sections and nothing is read meanwhile; what
@@ -73,7 +73,7 @@ type Options struct {
 
 	// Hold, when more than 0, has the server send nothing but promoted frames after a
 	// startup set (see bundle.Startup.Held), until Release is called, so much time has passed, or
-	// the start turns out to need much that was not in the set (see schedule_hold.go): it has the
+	// the start turns out to need much that was not in the set (see package schedule, hold.go): it has the
 	// line, the processors and the disk for itself. It is bounded by bundle.MaxHold,
 	// by half of the client's StallTimeout, and by a quarter of GiveUp.
 	Hold time.Duration

@@ -35,11 +35,7 @@ func holding(t *testing.T, s *server, w *worker, change func(*Options)) *held {
 	h := &held{Pull: Start(t.Context(), o)}
 	t.Cleanup(func() { h.Stop(); <-h.done })
 	<-early
-	until(t, "it is told that the set has come", func() bool {
-		h.mu.Lock()
-		defer h.mu.Unlock()
-		return h.schedule.set.blocks == nil
-	})
+	until(t, "it is told that the set has come", func() bool { return !h.state().Set })
 	m := s.Image
 	h.a = w.arena(t, m)
 	l := h.a.Layout()
@@ -111,11 +107,9 @@ func TestHold(t *testing.T) {
 		n := len(h.absent)
 		h.miss(t, h.absent[n/2])
 		h.miss(t, h.absent[n/2+1])
-		h.mu.Lock()
-		if !h.schedule.hold.on || h.schedule.hold.misses != 1 {
-			t.Errorf("the hold goes on: %t; %d misses", h.schedule.hold.on, h.schedule.hold.misses)
+		if v := h.state(); !v.Holds || v.Misses != 1 {
+			t.Errorf("the hold goes on: %t; %d misses", v.Holds, v.Misses)
 		}
-		h.mu.Unlock()
 		h.Release()
 	})
 	run("for some time", func(o *Options) { o.Hold = 10 * time.Millisecond }, func(*testing.T, *server, *worker, *held) {})
@@ -137,12 +131,9 @@ func TestHoldMissedOften(t *testing.T) {
 		h := holding(t, s, w, nil)
 		for _, at := range h.absent {
 			h.miss(t, at)
-			h.mu.Lock()
-			on, misses, brought := h.schedule.hold.on, h.schedule.hold.misses, h.schedule.hold.brought
-			h.mu.Unlock()
-			if !on {
-				if brought < aroundAll || brought > aroundAll+2*aroundMost || misses > 12 {
-					t.Errorf("the hold ended after %d misses, with which %d bytes had come", misses, brought)
+			if v := h.state(); !v.Holds {
+				if v.Brought < 16<<20 || v.Brought > 20<<20 || v.Misses > 12 {
+					t.Errorf("the hold ended after %d misses, with which %d bytes had come", v.Misses, v.Brought)
 				}
 				h.end(t, w)
 				return

@@ -7,6 +7,7 @@ import (
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/format/toc"
 	"hydrofoil.dev/foil/internal/worker/arena"
+	"hydrofoil.dev/foil/internal/worker/schedule"
 )
 
 // index says where the frames' segments belong. It takes the place of
@@ -17,7 +18,7 @@ type index struct {
 	layout *arena.Layout // nil: there is no arena
 	// foreign are planned segments that the arena has no place for by their number.
 	foreign map[uint32]toc.Segment
-	// frameOf says which frame holds each of the arena's segments; noFrame: none.
+	// frameOf says which frame holds each of the arena's segments; schedule.NoFrame: none.
 	frameOf []uint32
 }
 
@@ -28,7 +29,7 @@ func newIndex(plan *bundle.Plan, l *arena.Layout, table func() (*toc.TOC, error)
 	if l != nil {
 		x.frameOf = make([]uint32, l.Segments())
 		for i := range x.frameOf {
-			x.frameOf[i] = noFrame
+			x.frameOf[i] = schedule.NoFrame
 		}
 	}
 	var places []int
@@ -87,12 +88,12 @@ func (x *index) sizes() []int64 {
 	return sizes
 }
 
-// spans returns where in the arena the bytes of a frame belong.
-func (x *index) spans(frame uint32) (out []span) {
+// places returns where in the arena the bytes of a frame belong.
+func (x *index) places(frame uint32) (out []arena.Range) {
 	for i, f := range x.frameOf {
 		if f == frame {
 			g := x.layout.Segment(i)
-			out = append(out, span{g.Offset, g.Offset + int64(g.Length)})
+			out = append(out, arena.Range{Off: g.Offset, Len: int64(g.Length)})
 		}
 	}
 	return out

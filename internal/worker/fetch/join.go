@@ -10,6 +10,7 @@ import (
 
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/worker/remote"
+	"hydrofoil.dev/foil/internal/worker/schedule"
 )
 
 // A service that joins a pull has a startup set too, of which most is likely to
@@ -58,7 +59,7 @@ func (v *services) end() {
 type join struct {
 	p       *Pull
 	service bundle.ImageRequest
-	set     joining // of the schedule; guarded by p.mu
+	set     schedule.Joining // guarded by p.mu
 }
 
 // Join has what the worker lacks of the startup set of another service come as
@@ -72,19 +73,19 @@ func (p *Pull) Join(entrypoint, args []string) {
 		return
 	}
 	j := &join{p: p, service: bundle.ImageRequest{Entrypoint: entrypoint, Args: args}}
-	p.decideLocked(func(s *schedule, now time.Time) { s.joined(now, &j.set, true, nil) })
+	p.decideLocked(func(s *schedule.Schedule, now time.Time) { s.Joined(now, &j.set, true, nil) })
 	p.services.asked.Go(j.run)
 }
 
 // expect says what comes: these blocks; nil: nothing that is known.
 func (j *join) expect(blocks []uint64) {
-	j.p.decide(func(s *schedule, now time.Time) { s.joined(now, &j.set, false, blocks) })
+	j.p.decide(func(s *schedule.Schedule, now time.Time) { s.Joined(now, &j.set, false, blocks) })
 }
 
 func (j *join) run() {
 	p := j.p
 	ctx := p.services.ctx
-	defer p.decide(func(s *schedule, now time.Time) { s.left(now, &j.set) })
+	defer p.decide(func(s *schedule.Schedule, now time.Time) { s.Left(now, &j.set) })
 	select {
 	case <-p.services.planned:
 	case <-ctx.Done():
@@ -136,7 +137,7 @@ func (j *join) ask(ctx context.Context, t *target) (err error) {
 	if p.current != nil {
 		req.Ahead = p.current.id
 	}
-	p.decideLocked(func(s *schedule, now time.Time) { s.joined(now, &j.set, true, nil) })
+	p.decideLocked(func(s *schedule.Schedule, now time.Time) { s.Joined(now, &j.set, true, nil) })
 	p.mu.Unlock()
 	want.Header, want.Startup = true, true
 	want.Entrypoint, want.Args = j.service.Entrypoint, j.service.Args

@@ -62,9 +62,8 @@ func TestJoin(t *testing.T) {
 		go read(702) // both sets have it
 		go read(704)
 		until(t, "they wait, and it is known what comes", func() bool {
-			p.mu.Lock()
-			defer p.mu.Unlock()
-			return len(p.schedule.reads) == 2 && len(p.schedule.joins) == 1 && p.schedule.joins[0].blocks != nil
+			v := p.state()
+			return v.Reads == 2 && v.Joined == 1
 		})
 		if len(s.Promotions) != 0 {
 			t.Errorf("promoted: %v", s.Promotions)

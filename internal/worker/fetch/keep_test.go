@@ -41,21 +41,17 @@ func TestKeepFilled(t *testing.T) {
 		if n := h.Progress().Written; n != 6000+4*arena.BlockSize {
 			t.Errorf("%d bytes are written", n)
 		}
-		h.mu.Lock()
-		if h.schedule.hold.misses != 0 || len(h.schedule.kept) != 1 {
-			t.Errorf("%d misses, %d frames kept", h.schedule.hold.misses, len(h.schedule.kept))
+		if v := h.state(); v.Misses != 0 || v.Kept != 1 {
+			t.Errorf("%d misses, %d frames kept", v.Misses, v.Kept)
 		}
-		h.mu.Unlock()
 		// What was not sent is promoted; of what comes with it a part is written.
 		h.miss(t, at(500))
 		if h.a.Present(at(400), 200*arena.BlockSize) {
 			t.Error("all of the frames that a miss brought is written")
 		}
-		h.mu.Lock()
-		if h.schedule.hold.misses != 1 {
-			t.Errorf("%d misses", h.schedule.hold.misses)
+		if n := h.state().Misses; n != 1 {
+			t.Errorf("%d misses", n)
 		}
-		h.mu.Unlock()
 		// A read of both: a filled page, and the one after it.
 		h.miss(t, at(103))
 		if err := h.Need(context.Background(), h.a, at(103), 2*arena.BlockSize); err != nil {
@@ -113,8 +109,8 @@ func TestKeepStopped(t *testing.T) {
 		if err := h.Wait(); err == nil {
 			t.Error("no error")
 		}
-		if len(h.schedule.kept) > 0 {
-			t.Errorf("%d frames are kept", len(h.schedule.kept))
+		if n := h.state().Kept; n > 0 {
+			t.Errorf("%d frames are kept", n)
 		}
 	})
 }

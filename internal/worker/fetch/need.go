@@ -11,6 +11,7 @@ import (
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/worker/arena"
 	"hydrofoil.dev/foil/internal/worker/remote"
+	"hydrofoil.dev/foil/internal/worker/schedule"
 )
 
 // inArena is an arena as a schedule sees it.
@@ -27,15 +28,18 @@ func (p *Pull) Need(ctx context.Context, a *arena.Arena, off, n int64) error {
 	if a.Present(off, n) {
 		return nil
 	}
-	r := &reading{space: inArena{a}, off: off, n: n, began: time.Now()}
-	w := Wait{Offset: off, Length: n, Began: r.began, Moved: p.counts.moved.Load()}
+	r := &schedule.Read{Space: inArena{a}, Off: off, Len: n, Began: time.Now()}
+	w := Wait{Offset: off, Length: n, Began: r.Began, Moved: p.counts.moved.Load()}
 	var parts []job
-	p.decide(func(s *schedule, now time.Time) {
-		for _, k := range s.wanted(now, r) {
-			parts = append(parts, k.part([]*reading{r}, &k.stream.parts))
+	p.decide(func(s *schedule.Schedule, now time.Time) {
+		for _, k := range s.Wanted(now, r) {
+			j := part(k, []*schedule.Read{r})
+			j.done = &j.stream.parts
+			j.done.Add(1)
+			parts = append(parts, j)
 		}
-		w.Planned, w.Ahead = s.lacking(r)
-		w.Promoted, w.Bound = r.promoted, r.bound
+		w.Planned, w.Ahead = s.Lacking(r)
+		w.Promoted, w.Bound = r.Promoted(), r.Bound()
 	})
 	i := p.opts.Waits.begin(w)
 	if parts != nil {
@@ -44,11 +48,11 @@ func (p *Pull) Need(ctx context.Context, a *arena.Arena, off, n int64) error {
 			j.done.Done()
 		}
 		// If a frame was damaged, what the read lacks comes another way.
-		p.decide(func(s *schedule, now time.Time) { s.written(now, r) })
+		p.decide(func(s *schedule.Schedule, now time.Time) { s.Written(now, r) })
 	}
 	err := a.Wait(ctx, off, n)
-	p.decide(func(s *schedule, _ time.Time) { s.ended(r) })
-	w.Took, w.Promoted, w.Bound = time.Since(r.began), r.promoted, r.bound
+	p.decide(func(s *schedule.Schedule, _ time.Time) { s.Ended(r) })
+	w.Took, w.Promoted, w.Bound = time.Since(r.Began), r.Promoted(), r.Bound()
 	if !errors.Is(err, arena.ErrAnother) {
 		w.Err = err
 	}
@@ -71,25 +75,25 @@ type promoter struct {
 
 	// Guarded by p.mu.
 	stream *stream
-	orders orders // of which what the server is told counts
+	orders schedule.Orders // of which what the server is told counts
 }
 
 func (r *promoter) init(p *Pull) { r.p, r.kick = p, make(chan struct{}, 1) }
 
 // add queues what is ordered: a promotion takes the place of the one before it, which it contains.
 // p.mu is held.
-func (r *promoter) add(s *stream, o orders) {
+func (r *promoter) add(s *stream, o schedule.Orders) {
 	if r.stream != s {
-		r.stream, r.orders = s, orders{}
+		r.stream, r.orders = s, schedule.Orders{}
 	}
-	if len(o.promote) > 0 {
-		r.orders.promote, r.orders.number = o.promote, o.number
-		r.orders.fresh += o.fresh
+	if len(o.Promote) > 0 {
+		r.orders.Promote, r.orders.Number = o.Promote, o.Number
+		r.orders.Fresh += o.Fresh
 	}
-	r.orders.back = append(r.orders.back, o.back...)
-	r.orders.skip = append(r.orders.skip, o.skip...)
-	r.orders.chosen = r.orders.chosen || o.chosen
-	r.orders.release = r.orders.release || o.release
+	r.orders.Back = append(r.orders.Back, o.Back...)
+	r.orders.Skip = append(r.orders.Skip, o.Skip...)
+	r.orders.Chosen = r.orders.Chosen || o.Chosen
+	r.orders.Release = r.orders.Release || o.Release
 	select {
 	case r.kick <- struct{}{}:
 	default:
@@ -120,7 +124,7 @@ func (r *promoter) run() {
 		}
 		r.p.mu.Lock()
 		s, o := r.stream, r.orders
-		r.orders = orders{}
+		r.orders = schedule.Orders{}
 		r.p.mu.Unlock()
 		posts.Go(func() {
 			r.post(s, o)
@@ -129,19 +133,19 @@ func (r *promoter) run() {
 	}
 }
 
-func (r *promoter) post(s *stream, o orders) {
+func (r *promoter) post(s *stream, o schedule.Orders) {
 	p := r.p
-	if s == nil || len(o.promote) == 0 && len(o.back) == 0 && !o.chosen && !o.release {
+	if s == nil || len(o.Promote) == 0 && len(o.Back) == 0 && !o.Chosen && !o.Release {
 		return
 	}
 	began := time.Now()
 	err := p.opts.Client.Post(p.ctx, bundle.PromotePath, bundle.Promotion{
-		Stream: s.id, Frames: slices.Concat(o.promote, o.back), Number: max(o.number, backNumber),
-		Skip: o.skip, Chosen: o.chosen, Release: o.release,
+		Stream: s.id, Frames: slices.Concat(o.Promote, o.Back), Number: max(o.Number, schedule.BackNumber),
+		Skip: o.Skip, Chosen: o.Chosen, Release: o.Release,
 	}, nil)
 	if err == nil {
-		p.counts.promotions.Add(int64(o.fresh))
-		p.decide(func(d *schedule, now time.Time) { d.link.answered(now.Sub(began)) })
+		p.counts.promotions.Add(int64(o.Fresh))
+		p.decide(func(d *schedule.Schedule, now time.Time) { d.Answered(now.Sub(began)) })
 		return
 	}
 	status, ok := errors.AsType[*remote.StatusError](err)
@@ -152,10 +156,10 @@ func (r *promoter) post(s *stream, o orders) {
 		return
 	}
 	// What was to be skipped comes all the same, after bundle.MaxChoice.
-	p.log.Warn("promotion failed", "stream", s.id, "frames", len(o.promote)+len(o.back), "skipped", len(o.skip), "release", o.release, "error", err)
+	p.log.Warn("promotion failed", "stream", s.id, "frames", len(o.Promote)+len(o.Back), "skipped", len(o.Skip), "release", o.Release, "error", err)
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.current == s {
-		p.decideLocked(func(d *schedule, now time.Time) { d.unsaid(now, o.release) })
+		p.decideLocked(func(d *schedule.Schedule, now time.Time) { d.Unsaid(now, o.Release) })
 	}
 }

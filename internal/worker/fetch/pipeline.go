@@ -12,6 +12,7 @@ import (
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/kernel"
 	"hydrofoil.dev/foil/internal/worker/arena"
+	"hydrofoil.dev/foil/internal/worker/schedule"
 )
 
 // inFlight bounds the compressed frames between the stream and the workers,
@@ -48,11 +49,11 @@ type job struct {
 	set    *set   // that it is a frame of; nil: of the plan
 	frame  uint32 // its index there
 	data   []byte
-	buffer *buffer         // that data is in; nil: in none
-	done   *sync.WaitGroup // to be told; the stream's jobs or parts
-	reads  []*reading      // what of the frame is to be written; nil: all
-	kept   *kept           // what it is a part of, if reads is not nil
-	shift  int             // how much around these, of a frame of the plan: as a power of two, blocks
+	buffer *buffer          // that data is in; nil: in none
+	done   *sync.WaitGroup  // to be told; the stream's jobs or parts
+	reads  []*schedule.Read // what of the frame is to be written; nil: all
+	kept   *schedule.Kept   // what it is a part of, if reads is not nil
+	around int64            // how many bytes around these, of a frame of the plan
 }
 
 // buffer holds one compressed frame. counted of its bytes are of inFlight.
@@ -99,19 +100,12 @@ func (l *pipeline) worker() {
 		switch {
 		case l.p.ctx.Err() != nil:
 		default:
-			priority.SetLow(!l.waitedFor())
+			priority.SetLow(l.p.state().Reads == 0)
 			raw = l.writeJob(j, raw)
 		}
 		l.putBuffer(j.buffer)
 		j.done.Done()
 	}
-}
-
-// waitedFor reports whether a read waits.
-func (l *pipeline) waitedFor() bool {
-	l.p.mu.Lock()
-	defer l.p.mu.Unlock()
-	return len(l.p.schedule.reads) > 0
 }
 
 // writeJob writes what a job says. It returns raw, which it may have replaced by a

@@ -21,6 +21,7 @@ import (
 	"hydrofoil.dev/foil/internal/format/trace"
 	"hydrofoil.dev/foil/internal/worker/arena"
 	"hydrofoil.dev/foil/internal/worker/remote"
+	"hydrofoil.dev/foil/internal/worker/schedule"
 )
 
 // Pull is one pull that runs, or has ended.
@@ -41,8 +42,8 @@ type Pull struct {
 	services services
 
 	mu       sync.Mutex
-	schedule schedule            // guarded by mu: see decide
-	wake     *time.Timer         // guarded by mu: calls tick
+	schedule schedule.Schedule   // guarded by mu: see decide
+	wake     *time.Timer         // guarded by mu: calls Tick
 	image    bundle.ImageRequest // guarded by mu: pinned to a digest once resolved
 	target   *target             // guarded by mu; nil: the header has not arrived
 	running  *stream             // guarded by mu: the one that was asked for, until its end
@@ -91,13 +92,14 @@ func newPull(ctx context.Context, opts Options) *Pull {
 	}
 	p.ctx, p.cancel = context.WithCancelCause(ctx)
 	p.damage.times = make(map[segment.ID]int)
-	p.schedule.beyond, p.schedule.hold.most = opts.PromoteBeyond, opts.Hold
+	o := schedule.Options{Beyond: opts.PromoteBeyond, Hold: opts.Hold}
 	if opts.Client != nil {
 		if w, ok := opts.Client.Kept(); ok {
-			p.schedule.link.rate = w.Rate
+			o.Rate = w.Rate
 		}
 	}
-	p.wake = time.AfterFunc(time.Hour, func() { p.decide((*schedule).tick) })
+	p.schedule = schedule.New(o)
+	p.wake = time.AfterFunc(time.Hour, func() { p.decide((*schedule.Schedule).Tick) })
 	p.wake.Stop()
 	p.pipe.init(p)
 	p.promoter.init(p)
@@ -121,7 +123,7 @@ func (p *Pull) run() {
 	p.pipe.start()
 	err := p.streams()
 	p.services.end()
-	p.decide(func(s *schedule, _ time.Time) { s.release() })
+	p.decide(func(s *schedule.Schedule, _ time.Time) { s.Release() })
 	close(p.pipe.jobs)
 	if err == nil {
 		err = context.Cause(p.ctx) // a worker may have failed with the last frame
@@ -168,42 +170,48 @@ func (p *Pull) arena() *arena.Arena {
 }
 
 // decide tells the schedule of something, and does what it orders.
-func (p *Pull) decide(event func(s *schedule, now time.Time)) {
+func (p *Pull) decide(event func(s *schedule.Schedule, now time.Time)) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.decideLocked(event)
 }
 
 // decideLocked is decide with mu held.
-func (p *Pull) decideLocked(event func(s *schedule, now time.Time)) {
+func (p *Pull) decideLocked(event func(s *schedule.Schedule, now time.Time)) {
 	s, now := &p.schedule, time.Now()
-	s.link.arrived(now, p.counts.moved.Load())
+	s.Moved(now, p.counts.moved.Load())
 	event(s, now)
-	o := s.orders
-	s.orders = orders{}
-	if len(o.promote) > 0 || len(o.back) > 0 || o.chosen || o.release {
+	o := s.Take()
+	if len(o.Promote) > 0 || len(o.Back) > 0 || o.Chosen || o.Release {
 		p.promoter.add(p.current, o)
 	}
-	if o.restart && p.current != nil {
+	if o.Restart && p.current != nil {
 		p.current.cancel(errRestart)
 	}
-	if len(o.write) > 0 {
-		p.pipe.writeKept(o.write)
+	if len(o.Write) > 0 {
+		p.pipe.writeKept(o.Write)
 	}
-	if at := s.wake(); at.IsZero() || p.ctx.Err() != nil {
+	if at := s.Wake(); at.IsZero() || p.ctx.Err() != nil {
 		p.wake.Stop()
 	} else {
 		p.wake.Reset(max(0, at.Sub(now)))
 	}
 }
 
+// state returns what can be seen of the schedule.
+func (p *Pull) state() schedule.State {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.schedule.State()
+}
+
 // Release ends what Options.Hold does, before it has begun as well.
-func (p *Pull) Release() { p.decide(func(s *schedule, _ time.Time) { s.release() }) }
+func (p *Pull) Release() { p.decide(func(s *schedule.Schedule, _ time.Time) { s.Release() }) }
 
 // ReleaseAfter has the hold end after a while at the latest: a service that is ready has its first
 // users, for whom it works as it did for its start.
 func (p *Pull) ReleaseAfter(d time.Duration) {
-	p.decide(func(s *schedule, now time.Time) { s.releaseAt(now.Add(d)) })
+	p.decide(func(s *schedule.Schedule, now time.Time) { s.ReleaseAt(now.Add(d)) })
 }
 
 // patience is how long a pull that has not begun tries a server that is not

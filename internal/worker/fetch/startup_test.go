@@ -216,7 +216,7 @@ func TestStartupPromotes(t *testing.T) {
 		at, _ := a.Layout().Offset(int(large))
 		read := make(chan error, 1)
 		go func() { read <- p.Need(context.Background(), a, at+400*4096, 4096) }()
-		until(t, "a read waits", func() bool { p.mu.Lock(); defer p.mu.Unlock(); return len(p.schedule.reads) == 1 })
+		until(t, "a read waits", func() bool { return p.state().Reads == 1 })
 		close(waiting)
 		if err := <-read; err != nil {
 			t.Error(err)
@@ -273,7 +273,7 @@ func TestEarlyPlan(t *testing.T) {
 		}}
 		p = Start(t.Context(), o)
 		brought, lacking = need(10), need(400)
-		until(t, "two reads wait", func() bool { p.mu.Lock(); defer p.mu.Unlock(); return len(p.schedule.reads) == 2 })
+		until(t, "two reads wait", func() bool { return p.state().Reads == 2 })
 		close(start)
 		err := p.Wait()
 		if err := errors.Join(err, <-brought, <-another); err != nil {

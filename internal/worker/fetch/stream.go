@@ -13,6 +13,7 @@ import (
 	"hydrofoil.dev/foil/internal/format/toc"
 	"hydrofoil.dev/foil/internal/format/trace"
 	"hydrofoil.dev/foil/internal/worker/arena"
+	"hydrofoil.dev/foil/internal/worker/schedule"
 )
 
 // stream is one answer of the server.
@@ -55,10 +56,7 @@ func (p *Pull) stream(stalls int) (err error) {
 	req.EarlyPlan, req.Choose = true, p.chooses()
 	s.claims = req.Damaged
 	asked := time.Now()
-	p.decide(func(d *schedule, now time.Time) {
-		req.Hold = d.hold.left(now)
-		d.begin(req.Hold > 0)
-	})
+	p.decide(func(d *schedule.Schedule, now time.Time) { req.Hold = d.Begin(now) })
 	resp, err := p.opts.Client.Stream(ctx, bundle.PullPath, &req, p.headerWithin())
 	if err != nil {
 		s.end()
@@ -68,7 +66,7 @@ func (p *Pull) stream(stalls int) (err error) {
 		return err
 	}
 	defer resp.Close()
-	p.decide(func(d *schedule, now time.Time) { d.link.answered(now.Sub(asked)) })
+	p.decide(func(d *schedule.Schedule, now time.Time) { d.Answered(now.Sub(asked)) })
 	stall := p.opts.Client.StallTimeout()
 	resp.Patience(min(stall<<stalls, max(stall, p.opts.GiveUp/2)))
 	s.due = p.due(resp)
@@ -129,7 +127,7 @@ func (s *stream) end() {
 	p := s.p
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.decideLocked(func(d *schedule, _ time.Time) { d.end() })
+	p.decideLocked(func(d *schedule.Schedule, _ time.Time) { d.End() })
 	s.ended = true
 	p.running = nil
 	if p.current == s {
@@ -178,7 +176,7 @@ func (s *stream) read(ctx context.Context, resp io.Reader, req *bundle.Request) 
 			}
 		case *bundle.Pages:
 			p.counts.pagesMoved.Add(int64(len(v.Data)))
-			p.decide(func(d *schedule, _ time.Time) { d.pages(int64(s.set.Frames[v.Frame].MaxLength)) })
+			p.decide(func(d *schedule.Schedule, _ time.Time) { d.Pages(int64(s.set.Frames[v.Frame].MaxLength)) })
 			if err := s.keepOrHand(ctx, job{stream: s, set: s.set, frame: v.Frame, data: v.Data, buffer: held}, &held); err != nil {
 				return err
 			}
@@ -190,7 +188,7 @@ func (s *stream) read(ctx context.Context, resp io.Reader, req *bundle.Request) 
 			if err := s.use(ctx); err != nil {
 				return err
 			}
-			p.decide(func(d *schedule, _ time.Time) { d.arrived(v.Index) })
+			p.decide(func(d *schedule.Schedule, _ time.Time) { d.Arrived(v.Index) })
 			if err := s.keepOrHand(ctx, job{stream: s, frame: v.Index, data: v.Data, buffer: held}, &held); err != nil {
 				return err
 			}
@@ -205,7 +203,7 @@ func (s *stream) goOn(ctx context.Context) error {
 		return nil // it comes later
 	}
 	lacking := s.left == 0 || s.p.chooses()
-	s.p.decide(func(d *schedule, _ time.Time) { lacking = lacking || d.lacksPlan() })
+	s.p.decide(func(d *schedule.Schedule, _ time.Time) { lacking = lacking || d.LacksPlan() })
 	if !lacking {
 		return nil
 	}
@@ -235,7 +233,7 @@ func (s *stream) use(ctx context.Context) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.current = s
-	p.decideLocked(func(d *schedule, now time.Time) { d.use(now, s.index.sizes(), s.index.frameOf) })
+	p.decideLocked(func(d *schedule.Schedule, now time.Time) { d.Plan(now, s.index.sizes(), s.index.frameOf) })
 	if choose {
 		s.choice.begin(ctx, s)
 	}
@@ -261,7 +259,7 @@ func (s *stream) begin() {
 	s.target.toc = nil
 	p.trouble = trouble{}
 	p.damage.told(s.claims)
-	p.decideLocked((*schedule).pagesDone)
+	p.decideLocked((*schedule.Schedule).PagesDone)
 	p.services.plannedLocked()
 }
 
@@ -343,7 +341,7 @@ func (p *Pull) open(ctx context.Context, img *bundle.Image) (*target, error) {
 	defer p.mu.Unlock()
 	p.target = t
 	if a != nil {
-		p.schedule.space = inArena{a}
+		p.schedule.Opened(inArena{a})
 	}
 	// The tag may name something else by the time a stream is resumed.
 	p.image.Reference = img.Manifest.Digest.String()
@@ -414,7 +412,7 @@ func (s *stream) startup(ctx context.Context, v *bundle.Startup) error {
 	if p.origin == "" {
 		p.origin = v.Origin
 	}
-	p.decideLocked(func(d *schedule, _ time.Time) { d.startup(blocks, bytes, v.Held()) })
+	p.decideLocked(func(d *schedule.Schedule, _ time.Time) { d.Startup(blocks, bytes, v.Held()) })
 	return nil
 }
 

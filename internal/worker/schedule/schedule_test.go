@@ -1,4 +1,4 @@
-package fetch
+package schedule
 
 import (
 	"fmt"
@@ -23,9 +23,9 @@ type world struct {
 	free time.Time     // when the link has taken what was sent
 
 	// The worker.
-	s     schedule
+	s     Schedule
 	here  []bool // by segment, each of which is a block of the arena
-	reads map[*reading]*waiting
+	reads map[*Read]*waiting
 	moved int64
 
 	// The server's side of the stream that runs.
@@ -93,14 +93,13 @@ func (w *world) after(d time.Duration, fn func()) {
 
 // tell does what Pull.decide does.
 func (w *world) tell(event func()) {
-	w.s.link.arrived(w.now, w.moved)
+	w.s.Moved(w.now, w.moved)
 	event()
-	o := w.s.orders
-	w.s.orders = orders{}
-	if o.restart {
+	o := w.s.Take()
+	if o.Restart {
 		w.t.Fatal("nothing was damaged, and the stream is to end")
 	}
-	if len(o.promote) > 0 || o.release {
+	if len(o.Promote) > 0 || o.Release {
 		stream := w.stream
 		if w.mute > 0 {
 			w.mute--
@@ -108,10 +107,10 @@ func (w *world) tell(event func()) {
 			for _, v := range w.reads {
 				v.lost = true
 			}
-			if silent := rapid.Bool().Draw(w.t, "silent"); !silent || o.release {
+			if silent := rapid.Bool().Draw(w.t, "silent"); !silent || o.Release {
 				w.after(w.trip, func() {
 					if stream == w.stream {
-						w.tell(func() { w.s.unsaid(w.now, o.release) })
+						w.tell(func() { w.s.Unsaid(w.now, o.Release) })
 					}
 				})
 			}
@@ -119,28 +118,28 @@ func (w *world) tell(event func()) {
 			w.after(w.trip, func() {
 				if stream == w.stream {
 					w.promote(o)
-					w.after(w.trip, func() { w.tell(func() { w.s.link.answered(2 * w.trip) }) })
+					w.after(w.trip, func() { w.tell(func() { w.s.Answered(2 * w.trip) }) })
 				}
 			})
 		}
 	}
-	if at := w.s.wake(); !at.IsZero() {
+	if at := w.s.Wake(); !at.IsZero() {
 		w.after(max(0, at.Sub(w.now)), func() {
-			if again := w.s.wake(); !again.IsZero() && !again.After(w.now) {
-				w.tell(func() { w.s.tick(w.now) })
+			if again := w.s.Wake(); !again.IsZero() && !again.After(w.now) {
+				w.tell(func() { w.s.Tick(w.now) })
 			}
 		})
 	}
 }
 
 // promote is the server's side of a promotion, as package bundles has it.
-func (w *world) promote(o orders) {
-	if o.number > w.number {
-		w.order, w.number = append(slices.Clone(o.promote), w.order...), o.number
+func (w *world) promote(o Orders) {
+	if o.Number > w.number {
+		w.order, w.number = append(slices.Clone(o.Promote), w.order...), o.Number
 	} else {
-		w.order = append(w.order, o.promote...)
+		w.order = append(w.order, o.Promote...)
 	}
-	w.holds = w.holds && !o.release
+	w.holds = w.holds && !o.Release
 	w.send()
 }
 
@@ -170,7 +169,7 @@ func (w *world) send() {
 			for i, g := range w.of {
 				w.here[i] = w.here[i] || g == f
 			}
-			w.tell(func() { w.s.arrived(f) })
+			w.tell(func() { w.s.Arrived(f) })
 		})
 	}
 	for len(w.order) > 0 {
@@ -192,9 +191,9 @@ func (w *world) send() {
 			for _, i := range g.segments {
 				w.here[i] = true
 			}
-			w.tell(func() { w.s.pages(g.size) })
+			w.tell(func() { w.s.Pages(g.size) })
 			if last {
-				w.tell(func() { w.s.pagesDone(w.now) })
+				w.tell(func() { w.s.PagesDone(w.now) })
 			}
 		})
 		return
@@ -205,7 +204,7 @@ func (w *world) send() {
 }
 
 // begin starts a stream that has what is not here. Of the segments of the set nothing is planned.
-func (w *world) begin(set []page, hold bool) {
+func (w *world) begin(set []page) {
 	w.stream++
 	w.sizes, w.of, w.order, w.number, w.pages, w.flight = nil, make([]uint32, len(w.here)), nil, 0, set, 0
 	inSet := make([]uint64, (len(w.here)+63)/64)
@@ -216,14 +215,15 @@ func (w *world) begin(set []page, hold bool) {
 			inSet[i/64] |= 1 << (i % 64)
 		}
 	}
+	hold := false
 	w.tell(func() {
-		w.s.begin(hold)
+		hold = w.s.Begin(w.now) > 0
 		if set != nil {
-			w.s.startup(inSet, bytes, true)
+			w.s.Startup(inSet, bytes, true)
 		}
 	})
 	for i := range w.of {
-		w.of[i] = noFrame
+		w.of[i] = NoFrame
 	}
 	segments := []int{}
 	for i := range w.here {
@@ -246,10 +246,10 @@ func (w *world) begin(set []page, hold bool) {
 	w.lost = false
 	w.sent, w.holds = make([]bool, len(w.sizes)), hold && set != nil
 	w.tell(func() {
-		w.s.link.answered(2 * w.trip)
-		w.s.use(w.now, w.sizes, w.of)
+		w.s.Answered(2 * w.trip)
+		w.s.Plan(w.now, w.sizes, w.of)
 		if set == nil {
-			w.s.pagesDone(w.now)
+			w.s.PagesDone(w.now)
 		}
 	})
 	for _, v := range w.reads {
@@ -261,13 +261,13 @@ func (w *world) begin(set []page, hold bool) {
 }
 
 // allow says how many bytes may come before the end of what a read lacks.
-func (w *world) allow(v *waiting, before []*reading) {
+func (w *world) allow(v *waiting, before []*Read) {
 	list := make([]uint32, 0, 10)
 	add := func(segments []int) {
 		for _, i := range segments {
-			if f := w.of[i]; !w.here[i] && f != noFrame && !slices.Contains(list, f) {
+			if f := w.of[i]; !w.here[i] && f != NoFrame && !slices.Contains(list, f) {
 				list = append(list, f)
-			} else if !w.here[i] && f == noFrame {
+			} else if !w.here[i] && f == NoFrame {
 				v.inSet = true
 			}
 		}
@@ -293,29 +293,29 @@ func (w *world) allow(v *waiting, before []*reading) {
 
 // read begins a read.
 func (w *world) read(first, n int) {
-	r := &reading{space: w, off: int64(first) * arena.BlockSize, n: int64(n) * arena.BlockSize, began: w.now}
+	r := &Read{Space: w, Off: int64(first) * arena.BlockSize, Len: int64(n) * arena.BlockSize, Began: w.now}
 	v := &waiting{since: w.now, lost: w.lost}
 	for i := first; i < first+n; i++ {
 		v.segments = append(v.segments, i)
 	}
-	if w.Present(r.off, r.n) {
+	if w.Present(r.Off, r.Len) {
 		return
 	}
 	w.reads[r] = v
-	w.allow(v, slices.Concat(w.s.reads, []*reading{r}))
-	w.tell(func() { w.s.wanted(w.now, r) })
+	w.allow(v, slices.Concat(w.s.reads, []*Read{r}))
+	w.tell(func() { w.s.Wanted(w.now, r) })
 }
 
 // answer ends the reads that have what they lacked, and holds how long they waited against what they
 // may have.
 func (w *world) answer() {
 	for _, r := range slices.Clone(w.s.reads) {
-		if !w.Present(r.off, r.n) {
+		if !w.Present(r.Off, r.Len) {
 			continue
 		}
 		v := w.reads[r]
 		delete(w.reads, r)
-		w.tell(func() { w.s.ended(r) })
+		w.tell(func() { w.s.Ended(r) })
 		most := 2*w.trip + time.Duration(float64(v.most)/w.rate*float64(time.Second)) + time.Millisecond
 		switch {
 		case v.lost || w.along > 0:
@@ -345,15 +345,18 @@ func TestScheduleProperty(t *testing.T) {
 func testSchedule(t *rapid.T, older bool) {
 	n := rapid.IntRange(1, 60).Draw(t, "segments")
 	w := &world{
-		t: t, now: time.Unix(1000, 0), here: make([]bool, n), reads: map[*reading]*waiting{},
+		t: t, now: time.Unix(1000, 0), here: make([]bool, n), reads: map[*Read]*waiting{},
 		trip: time.Duration(rapid.IntRange(1, 100).Draw(t, "trip")) * time.Millisecond,
 		rate: rapid.Float64Range(1e5, 1e8).Draw(t, "rate"),
 	}
 	if older {
 		w.along = rapid.IntRange(1, 5).Draw(t, "along")
 	}
-	w.s.space, w.s.beyond, w.s.hold.most = w, rapid.SampledFrom([]int64{-1, 0, 256 << 10}).Draw(t, "beyond"), 20*time.Second
-	hold := rapid.Bool().Draw(t, "hold")
+	w.s = New(Options{
+		Beyond: rapid.SampledFrom([]int64{-1, 0, 256 << 10}).Draw(t, "beyond"),
+		Hold:   rapid.SampledFrom([]time.Duration{0, 20 * time.Second}).Draw(t, "hold"),
+	})
+	w.s.Opened(w)
 	var set []page
 	if rapid.Bool().Draw(t, "set") {
 		at := 0
@@ -368,7 +371,7 @@ func testSchedule(t *rapid.T, older bool) {
 			set = append(set, g)
 		}
 	}
-	w.begin(set, hold)
+	w.begin(set)
 	actions := rapid.IntRange(1, 30).Draw(t, "actions")
 	for range actions {
 		pause := time.Duration(rapid.OneOf(rapid.IntRange(0, 2000), rapid.IntRange(0, 500_000)).Draw(t, "pause")) * time.Microsecond
@@ -379,20 +382,19 @@ func testSchedule(t *rapid.T, older bool) {
 				w.mute = 1
 			}
 		case 1: // the stream breaks, and is resumed
-			w.tell(w.s.end)
-			left := w.s.hold.left(w.now)
-			w.begin(nil, left > 0)
+			w.tell(w.s.End)
+			w.begin(nil)
 		case 2:
-			w.tell(w.s.release)
+			w.tell(w.s.Release)
 		case 3: // another pull wants some of it first
 			segments := rapid.SliceOf(rapid.IntRange(0, n-1)).Draw(t, "hurried")
-			w.tell(func() { w.s.hurry(w.now, segments) })
+			w.tell(func() { w.s.Hurry(w.now, segments) })
 		default:
 			first := rapid.IntRange(0, n-1).Draw(t, "first")
 			w.read(first, rapid.IntRange(1, min(3, n-first)).Draw(t, "count"))
 		}
 	}
-	w.tell(w.s.release)
+	w.tell(w.s.Release)
 	w.run(w.now.Add(time.Hour))
 	if len(w.reads) > 0 {
 		t.Fatalf("%d reads wait for ever", len(w.reads))
