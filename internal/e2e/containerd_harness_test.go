@@ -59,6 +59,8 @@ type containerdVersion struct {
 	// transfer: ctr's pulls say of which image a layer is. Those of 1.7 do not, and
 	// every image comes the plain way: there users pull by CRI.
 	transfer bool
+	// env is added to its environment.
+	env []string
 	// sandbox is what a pod needs on this host besides: its image, and no rights
 	// that a test may not have.
 	sandbox string
@@ -163,6 +165,7 @@ func launchContainerd(t testing.TB, v containerdVersion, w *worker, namespace, f
 	number := fmt.Sprintf("version = %d\n", v.number)
 	text := strings.Replace(string(config), number, number+own, 1) + last
 	text = strings.ReplaceAll(text, "/var/lib/foil/run/snapshotter.sock", snapshotter.SocketPath(w.root))
+	text = strings.ReplaceAll(text, `root = "/var/lib/foil"`, fmt.Sprintf("root = %q", w.root))
 	text = strings.ReplaceAll(text, "/etc/containerd/certs.d", cmp.Or(w.hosts, filepath.Join(dir, "nothing")))
 	if err := os.WriteFile(filepath.Join(dir, "config.toml"), []byte(text), 0o600); err != nil {
 		t.Fatal(err)
@@ -190,7 +193,7 @@ func (c *containerd) socket() string { return filepath.Join(c.dir, "c.sock") }
 func (c *containerd) start(t testing.TB) {
 	t.Helper()
 	cmd := exec.Command(filepath.Join(c.bin, "containerd"), "--config", filepath.Join(c.dir, "config.toml"))
-	cmd.Env = append(os.Environ(), "PATH="+c.bin+":"+os.Getenv("PATH"))
+	cmd.Env = append(append(os.Environ(), "PATH="+c.bin+":"+os.Getenv("PATH")), c.v.env...)
 	c.process = startCommand(t, cmd)
 	eventually(t, "containerd answers", func() error {
 		select {

@@ -19,7 +19,9 @@ import (
 // TestCRI does what a kubelet does: pull an image, and run a container of it in
 // a pod, while its bytes are on the way.
 func TestCRI(t *testing.T) {
-	for _, v := range []containerdVersion{containerd2, containerd1} {
+	sandboxes := containerd1
+	sandboxes.name, sandboxes.env = "containerd 1 with sandboxes", []string{"ENABLE_CRI_SANDBOXES=1"}
+	for _, v := range []containerdVersion{containerd2, containerd1, sandboxes} {
 		t.Run(v.name, func(t *testing.T) {
 			needBusybox(t)
 			s := startServer(t, t.TempDir())
@@ -55,16 +57,36 @@ func TestCRI(t *testing.T) {
 			if want := wantData(t, img); string(out.Stdout) != want {
 				t.Errorf("a container of a pod read\n%s%s\nwant\n%s", out.Stdout, out.Stderr, want)
 			}
-			stats, err := images.ImageFsInfo(ctx, &cri.ImageFsInfoRequest{})
-			if err != nil || len(stats.ImageFilesystems) == 0 {
-				t.Errorf("usage of images: %v, %v", stats, err)
+			if v.env != nil {
+				// It reads no exports: deploy/containerd/containerd-1.7.toml says what to do.
+				if err := os.Symlink(w.root, filepath.Join(c.dir, "root", "io.containerd.snapshotter.v1.hydrofoil")); err != nil {
+					t.Fatal(err)
+				}
 			}
+			checkImageFilesystem(t, images, w.root)
 			for _, n := range c.names(t) {
 				if l := c.info(t, n).Labels; l[snapshotter.LabelPath] != snapshotter.PathLazy {
 					t.Errorf("labels of snapshot %s: %q", n, l)
 				}
 			}
 		})
+	}
+}
+
+// checkImageFilesystem does what a kubelet does with CRI's answer: it looks at the very path.
+func checkImageFilesystem(t *testing.T, images cri.ImageServiceClient, root string) {
+	t.Helper()
+	stats, err := images.ImageFsInfo(t.Context(), &cri.ImageFsInfoRequest{})
+	if err != nil || len(stats.ImageFilesystems) == 0 {
+		t.Fatalf("usage of images: %v, %v", stats, err)
+	}
+	path := stats.ImageFilesystems[0].FsId.Mountpoint
+	got, err := os.Stat(path)
+	if err != nil {
+		t.Fatalf("the filesystem of images: %v", err)
+	}
+	if want, err := os.Stat(root); err != nil || !os.SameFile(got, want) {
+		t.Errorf("images are said to be in %s, want the worker's root, %s (%v)", path, root, err)
 	}
 }
 
