@@ -82,7 +82,15 @@ func serveNode(ctx context.Context, n *node.Node, opts node.Options, at sockets,
 		if at.snapshotter == "default" {
 			at.snapshotter = snapshotter.SocketPath(opts.Root)
 		}
-		all.Go(func() error { return s.Serve(ctx, at.snapshotter) })
+		all.Go(func() error {
+			l, err := n.Listen(ctx, at.snapshotter)
+			if err != nil {
+				return err
+			}
+			return s.Serve(ctx, l)
+		})
+	} else {
+		n.DropSockets(ctx)
 	}
 	if asks != nil {
 		to := mirror.Options{
