@@ -51,12 +51,13 @@ func serveNode(ctx context.Context, n *node.Node, opts node.Options, at sockets,
 	if at.snapshotter != "off" {
 		var err error
 		s, err = snapshotter.Open(ctx, snapshotter.Options{
-			Dir:       filepath.Join(opts.Root, "snapshotter"),
-			Node:      n,
-			Groups:    opts.Groups,
-			Claims:    asks != nil,
-			Logger:    opts.Logger,
-			Listening: opts.Listening,
+			Dir:        filepath.Join(opts.Root, "snapshotter"),
+			Node:       n,
+			Groups:     opts.Groups,
+			Claims:     asks != nil,
+			Containerd: at.criEndpoint,
+			Logger:     opts.Logger,
+			Listening:  opts.Listening,
 		})
 		if err != nil {
 			n.Warn("containerd is not served, and nothing is evicted: %v", err)

@@ -148,14 +148,7 @@ func launchContainerd(t testing.TB, v containerdVersion, w *worker, namespace, f
 	if err != nil {
 		t.Fatal(err)
 	}
-	dir, err := os.MkdirTemp("", "foil-containerd-")
-	if err != nil {
-		t.Fatal(err)
-	}
-	// As of /run/containerd: root of a user namespace has to get to its files.
-	if err := os.Chmod(dir, 0o711); err != nil {
-		t.Fatal(err)
-	}
+	dir := cmp.Or(w.containerd, containerdDir(t))
 	c := &containerd{v: v, dir: dir, bin: bin, ctrBin: filepath.Join(bin, "ctr"), namespace: namespace}
 	if _, err := os.Stat(c.ctrBin); err != nil {
 		c.ctrBin = filepath.Join(containerd2.dir(), "ctr")
@@ -180,15 +173,42 @@ func launchContainerd(t testing.TB, v containerdVersion, w *worker, namespace, f
 				t.Error(err)
 			}
 		}
-		if err := os.RemoveAll(dir); err != nil {
-			t.Error(err)
-		}
 	})
 	c.start(t)
 	return c
 }
 
-func (c *containerd) socket() string { return filepath.Join(c.dir, "c.sock") }
+// containerdDir makes the directory of a containerd.
+func containerdDir(t testing.TB) string {
+	t.Helper()
+	dir, err := os.MkdirTemp("", "foil-containerd-")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := os.RemoveAll(dir); err != nil {
+			t.Error(err)
+		}
+	})
+	// As of /run/containerd: root of a user namespace has to get to its files.
+	if err := os.Chmod(dir, 0o711); err != nil {
+		t.Fatal(err)
+	}
+	return dir
+}
+
+// startWorkerOf starts a worker that knows the containerd which is started for it next.
+func startWorkerOf(t testing.TB, flags ...string) *worker {
+	t.Helper()
+	dir := containerdDir(t)
+	w := startWorker(t, workerRoot(t), append(flags, "--cri-endpoint", socketIn(dir))...)
+	w.containerd = dir
+	return w
+}
+
+func socketIn(dir string) string { return filepath.Join(dir, "c.sock") }
+
+func (c *containerd) socket() string { return socketIn(c.dir) }
 
 func (c *containerd) start(t testing.TB) {
 	t.Helper()

@@ -2,8 +2,10 @@ package e2e
 
 import (
 	"context"
+	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"testing"
 	"time"
 
@@ -90,6 +92,44 @@ func checkImageFilesystem(t *testing.T, images cri.ImageServiceClient, root stri
 	}
 }
 
+// TestPodsServices: a pod with a command of its own is a service of its own. What an exec probe
+// runs is none.
+func TestPodsServices(t *testing.T) {
+	for _, v := range []containerdVersion{containerd2, containerd1} {
+		t.Run(v.name, func(t *testing.T) {
+			needBusybox(t)
+			s := startServer(t, t.TempDir())
+			k := newLink(t, s.addr, 1<<20)
+			pause := s.push("pause", "1", pauseImage(t))
+			ref := k.via(s.push("app", "1", runnable(t, 200, 30_000)))
+			w := startWorkerOf(t, "--origin-group", registryOf(ref)+" "+registryOf(pause), "--log-level", "debug")
+			c := startContainerdCRI(t, v, w, pause)
+			c.pull(t, ref)
+			conn, err := grpc.NewClient("unix:"+c.socket(), grpc.WithTransportCredentials(insecure.NewCredentials()))
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() { conn.Close() })
+			runtime := cri.NewRuntimeServiceClient(conn)
+			command := []string{"/bin/sh", "-c", "cat /data/0001? > /dev/null; sleep 1000"}
+			id := startPod(t, c, runtime, ref, &cri.NamespaceOption{Network: cri.NamespaceMode_NODE}, command...)
+			if _, err := runtime.ExecSync(t.Context(), &cri.ExecSyncRequest{ContainerId: id, Cmd: []string{"/bin/cat", "/version"}}); err != nil {
+				t.Fatal(err)
+			}
+			eventually(t, "the server has the report", func() error {
+				list := startupOf(t, w, ref)
+				if len(list) == 0 || list[0].Reports == 0 {
+					return fmt.Errorf("%+v", list)
+				}
+				if len(list) != 1 || !slices.Equal(list[0].Args, command) {
+					t.Fatalf("services: %+v, want %q only", list, command)
+				}
+				return nil
+			})
+		})
+	}
+}
+
 // pauseImage is an image of the process that every pod has, which only waits.
 func pauseImage(t testing.TB) image {
 	t.Helper()
@@ -103,10 +143,13 @@ func pauseImage(t testing.TB) image {
 
 // startPod starts a pod with one container of an image, which waits, and returns
 // the container's ID. The pod goes with the test.
-func startPod(t testing.TB, c *containerd, runtime cri.RuntimeServiceClient, ref string, namespaces *cri.NamespaceOption) (id string) {
+func startPod(t testing.TB, c *containerd, runtime cri.RuntimeServiceClient, ref string, namespaces *cri.NamespaceOption, command ...string) (id string) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
+	if command == nil {
+		command = []string{"/bin/sleep", "100000"}
+	}
 	pod := &cri.PodSandboxConfig{
 		Metadata:     &cri.PodSandboxMetadata{Name: "pod", Namespace: "default", Uid: "1"},
 		LogDirectory: filepath.Join(c.dir, "logs"),
@@ -131,7 +174,7 @@ func startPod(t testing.TB, c *containerd, runtime cri.RuntimeServiceClient, ref
 		Config: &cri.ContainerConfig{
 			Metadata: &cri.ContainerMetadata{Name: "app"},
 			Image:    &cri.ImageSpec{Image: ref},
-			Command:  []string{"/bin/sleep", "100000"},
+			Command:  command,
 			LogPath:  "app.log",
 			Linux:    &cri.LinuxContainerConfig{SecurityContext: &cri.LinuxContainerSecurityContext{NamespaceOptions: namespaces}},
 		},

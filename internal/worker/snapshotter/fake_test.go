@@ -36,6 +36,13 @@ type fakeNode struct {
 	holds   map[digest.Digest]int
 	asked   []string // names of Hold
 	fetched int      // blobs
+	told    []string // of containers, in order
+}
+
+func (f *fakeNode) ContainerMade(_ origin.Key, id string) { f.told = append(f.told, "made "+id) }
+
+func (f *fakeNode) ContainerStarts(_ origin.Key, id string, process func() []string) {
+	f.told = append(f.told, fmt.Sprintf("starts %s %q", id, process()))
 }
 
 func (f *fakeNode) Has(name string) bool { return f.here[name] }

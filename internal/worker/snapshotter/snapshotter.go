@@ -64,6 +64,7 @@ import (
 	"github.com/containerd/errdefs"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"github.com/prometheus/client_golang/prometheus"
+	"google.golang.org/grpc"
 
 	"hydrofoil.dev/foil/internal/kernel"
 	"hydrofoil.dev/foil/internal/worker/node"
@@ -81,6 +82,10 @@ type Node interface {
 	RemoveImage(ctx context.Context, name string) error
 	// RootfsUsage is what a rootfs takes on the disk, in bytes and files.
 	RootfsUsage(key origin.Key) (size, inodes int64, err error)
+	// ContainerMade tells of a snapshot on a rootfs. ContainerStarts tells that what process
+	// returns, or something unknown, is about to run there.
+	ContainerMade(rootfs origin.Key, id string)
+	ContainerStarts(rootfs origin.Key, id string, process func() []string)
 	// Proven reports whether a rootfs is known to be the layers that its chain ID names.
 	Proven(key origin.Key) bool
 	// OpenBlob reads a blob of an image from its registry, not verified.
@@ -102,7 +107,10 @@ type Options struct {
 	// Groups are registries that trust each other. Claims: Claim is asked of each image that containerd resolves.
 	Groups origin.Groups
 	Claims bool
-	Logger *slog.Logger
+	// Containerd is the path of containerd's own socket, which is asked what runs in a
+	// container; empty: it is not.
+	Containerd string
+	Logger     *slog.Logger
 	// Listening, when set, is called when Serve's socket takes connections.
 	Listening func()
 }
@@ -151,6 +159,8 @@ type Snapshotter struct {
 	asking map[string]int
 	closed bool
 
+	containerd *grpc.ClientConn // nil: it is not asked
+
 	boot string         // the kernel's boot_id
 	work sync.WaitGroup // what makes expected snapshots
 
@@ -193,6 +203,9 @@ func Open(ctx context.Context, opts Options) (_ *Snapshotter, err error) {
 		return nil, err
 	}
 	s.boot = boot.String()
+	if s.containerd, err = dial(opts.Containerd); err != nil {
+		return nil, err
+	}
 	s.unpacked = prometheus.NewCounter(prometheus.CounterOpts{Name: "foil_node_unpacked_layers_total",
 		Help: "Layers of lazy images that were fetched and unpacked after all, because something that is not in the image is made on them."})
 	if s.meta, err = storage.NewMetaStore(filepath.Join(opts.Dir, "metadata.db")); err != nil {
@@ -252,6 +265,9 @@ func (s *Snapshotter) Close() error {
 	}
 	s.mu.Unlock()
 	s.work.Wait()
+	if s.containerd != nil {
+		_ = s.containerd.Close()
+	}
 	return s.plain.Close()
 }
 
@@ -354,7 +370,11 @@ func (s *Snapshotter) Prepare(ctx context.Context, key, parent string, opts ...s
 		}
 		opts = append(opts, snapshots.WithLabels(map[string]string{LabelPath: PathPlain, LabelReason: why}))
 	}
-	return s.create(ctx, s.plain.Prepare, key, parent, opts)
+	mounts, err := s.create(ctx, s.plain.Prepare, key, parent, opts)
+	if err == nil {
+		s.made(key, parent)
+	}
+	return mounts, err
 }
 
 // View makes a snapshot that can be read only.
@@ -363,7 +383,11 @@ func (s *Snapshotter) View(ctx context.Context, key, parent string, opts ...snap
 	if err != nil {
 		return nil, err
 	}
-	return s.create(ctx, s.plain.View, key, parent, opts)
+	mounts, err := s.create(ctx, s.plain.View, key, parent, opts)
+	if err == nil {
+		s.made(key, parent)
+	}
+	return mounts, err
 }
 
 type createFunc func(ctx context.Context, key, parent string, opts ...snapshots.Opt) ([]mount.Mount, error)
@@ -391,7 +415,11 @@ func (s *Snapshotter) Mounts(ctx context.Context, key string) ([]mount.Mount, er
 	if err := s.ready(ctx, key); err != nil {
 		return nil, fmt.Errorf("mounts of snapshot %s: %w", key, err)
 	}
-	return s.rewrite(ctx, key, mounts)
+	if mounts, err = s.rewrite(ctx, key, mounts); err != nil {
+		return nil, err
+	}
+	s.starts(ctx, key)
+	return mounts, nil
 }
 
 // Commit makes a snapshot one that others can be made on.
