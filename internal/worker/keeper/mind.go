@@ -1,6 +1,8 @@
 package keeper
 
 import (
+	"context"
+	"fmt"
 	"net"
 	"os"
 	"strings"
@@ -153,4 +155,35 @@ func (s *store) giveUp(m *minder) {
 	}
 	s.told = s.told || s.owner == nil && len(s.fds) == 0
 	s.maybeStopLocked()
+}
+
+// Mind has the keeper answer at the listening sockets that it holds, until Take.
+func (c *Client) Mind(ctx context.Context) error {
+	return c.do(ctx, func(ctx context.Context) error {
+		if _, _, err := c.conn.ask(ctx, message{kind: kindMind}); err != nil {
+			return fmt.Errorf("have the keeper answer: %w", err)
+		}
+		return nil
+	})
+}
+
+// Take has the keeper answer no more, and returns the connections that wait, by the name
+// of their socket. They are the caller's.
+func (c *Client) Take(ctx context.Context) (waiting map[string][]*os.File, err error) {
+	err = c.do(ctx, func(ctx context.Context) error {
+		m, fds, err := c.conn.ask(ctx, message{kind: kindTake})
+		if err == nil && (m.kind != kindItems || len(m.names) != len(fds)) {
+			err = fmt.Errorf("keeper answers with a message of type %d, %d names and %d descriptors", m.kind, len(m.names), len(fds))
+		}
+		if err != nil {
+			closeAll(fds)
+			return fmt.Errorf("take connections from the keeper: %w", err)
+		}
+		waiting = make(map[string][]*os.File)
+		for i, name := range m.names {
+			waiting[name] = append(waiting[name], os.NewFile(uintptr(fds[i]), name))
+		}
+		return nil
+	})
+	return waiting, err
 }
