@@ -79,13 +79,13 @@ type Node interface {
 	// Release is called as often.
 	Hold(ctx context.Context, name string) (*node.Held, error)
 	Release(key origin.Key)
-	RemoveImage(ctx context.Context, name string) error
-	// RootfsUsage is what a rootfs takes on the disk, in bytes and files.
-	RootfsUsage(key origin.Key) (size, inodes int64, err error)
 	// ContainerMade tells of a snapshot on a rootfs. ContainerStarts tells that what process
 	// returns, or something unknown, is about to run there.
 	ContainerMade(rootfs origin.Key, id string)
 	ContainerStarts(rootfs origin.Key, id string, process func() []string)
+	RemoveImage(ctx context.Context, name string) error
+	// RootfsUsage is what a rootfs takes on the disk, in bytes and files.
+	RootfsUsage(key origin.Key) (size, inodes int64, err error)
 	// Proven reports whether a rootfs is known to be the layers that its chain ID names.
 	Proven(key origin.Key) bool
 	// OpenBlob reads a blob of an image from its registry, not verified.
@@ -370,11 +370,7 @@ func (s *Snapshotter) Prepare(ctx context.Context, key, parent string, opts ...s
 		}
 		opts = append(opts, snapshots.WithLabels(map[string]string{LabelPath: PathPlain, LabelReason: why}))
 	}
-	mounts, err := s.create(ctx, s.plain.Prepare, key, parent, opts)
-	if err == nil {
-		s.made(key, parent)
-	}
-	return mounts, err
+	return s.create(ctx, s.plain.Prepare, key, parent, opts)
 }
 
 // View makes a snapshot that can be read only.
@@ -383,11 +379,7 @@ func (s *Snapshotter) View(ctx context.Context, key, parent string, opts ...snap
 	if err != nil {
 		return nil, err
 	}
-	mounts, err := s.create(ctx, s.plain.View, key, parent, opts)
-	if err == nil {
-		s.made(key, parent)
-	}
-	return mounts, err
+	return s.create(ctx, s.plain.View, key, parent, opts)
 }
 
 type createFunc func(ctx context.Context, key, parent string, opts ...snapshots.Opt) ([]mount.Mount, error)
@@ -403,6 +395,7 @@ func (s *Snapshotter) create(ctx context.Context, create createFunc, key, parent
 	if mounts, err = s.rewrite(ctx, key, mounts); err != nil {
 		return nil, errors.Join(err, s.plain.Remove(ctx, key))
 	}
+	s.made(key, parent)
 	return mounts, nil
 }
 
