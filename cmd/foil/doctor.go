@@ -58,7 +58,7 @@ containerd that is set up for it, are wrong.`,
 			if socket == "" {
 				socket = snapshotter.SocketPath(root)
 			}
-			host, found := containerdFindings(cmd.Context(), config, socket)
+			host, found := containerdFindings(cmd.Context(), config, containerd.Options{Socket: socket, Root: root})
 			worker, err := workerFindings(cmd, root, settingsFile)
 			if err != nil {
 				return err
@@ -120,19 +120,19 @@ func workerFindings(cmd *cobra.Command, root, file string) ([]containerd.Finding
 
 // containerdFindings looks at the containerd of a file, or else at the one that
 // runs. host is what it is to people, empty when there is none.
-func containerdFindings(ctx context.Context, file, socket string) (host string, list []containerd.Finding) {
+func containerdFindings(ctx context.Context, file string, o containerd.Options) (host string, list []containerd.Finding) {
 	var h *containerd.Host
 	var err error
 	if file != "" {
 		h, err = containerd.Read(ctx, file)
 	} else {
-		h, err = containerd.Running(ctx, "/proc", socket)
+		h, err = containerd.Running(ctx, "/proc", o.Socket)
 	}
 	if h == nil && err == nil {
 		return "", nil
 	}
 	if err == nil {
-		list, err = h.Findings(ctx, containerd.Options{Socket: socket})
+		list, err = h.Findings(ctx, o)
 	}
 	if err != nil {
 		list = append(list, containerd.Finding{Name: "configuration", State: containerd.Wrong, Detail: err.Error(), Fix: "name containerd's file with --containerd-config"})

@@ -116,7 +116,7 @@ func (f *nodeFlags) add(flags *pflag.FlagSet) {
 	flags.StringSliceVar(&f.groups, "origin-group", nil, "`REGISTRIES` that trust each other, with spaces between them: what came for images of one is used for those of the others, which whoever runs one of them can choose then. Without a group each registry is a wall: what images of two have in common is fetched once for each")
 	flags.StringVar(&f.at.mirror, "mirror-listen", "off", "`HOST:PORT` of loopback at which containerd resolves images, so that pull and resolve are one request to the server; by TLS, for those who have mirror/key.pem of the root; off: none")
 	flags.StringVar(&f.at.criProxy, "cri-proxy-socket", "off", "`PATH` of a socket for the kubelet's --image-service-endpoint, by which the daemon learns the credentials of its pulls; off: none")
-	flags.StringVar(&f.at.criEndpoint, "cri-endpoint", "/run/containerd/containerd.sock", "`PATH` of containerd's socket, which what comes by --cri-proxy-socket goes to")
+	flags.StringVar(&f.at.criEndpoint, "cri-endpoint", "/run/containerd/containerd.sock", "`PATH` of containerd's socket, which is asked what runs in a container, and which what comes by --cri-proxy-socket goes to")
 	flags.StringVar(&f.opts.Hosts.Dirs, "hosts-dir", hosts.DefaultDirs, "`DIRS`, separated by colons, with containerd's configuration of registry hosts (HOST/hosts.toml); read for each pull")
 	flags.StringVar(&f.opts.Hosts.DockerConfig, "docker-config", hosts.DockerConfig(), "Docker's `FILE` of credentials and of helpers that have some; read when a registry demands them")
 	flags.StringVar(&f.format, "log-format", "text", "`FORMAT` of the log: text or json")

@@ -51,12 +51,13 @@ func serveNode(ctx context.Context, n *node.Node, opts node.Options, at sockets,
 	if at.snapshotter != "off" {
 		var err error
 		s, err = snapshotter.Open(ctx, snapshotter.Options{
-			Dir:       filepath.Join(opts.Root, "snapshotter"),
-			Node:      n,
-			Groups:    opts.Groups,
-			Claims:    asks != nil,
-			Logger:    opts.Logger,
-			Listening: opts.Listening,
+			Dir:        filepath.Join(opts.Root, "snapshotter"),
+			Node:       n,
+			Groups:     opts.Groups,
+			Claims:     asks != nil,
+			Containerd: at.criEndpoint,
+			Logger:     opts.Logger,
+			Listening:  opts.Listening,
 		})
 		if err != nil {
 			n.Warn("containerd is not served, and nothing is evicted: %v", err)
@@ -82,7 +83,15 @@ func serveNode(ctx context.Context, n *node.Node, opts node.Options, at sockets,
 		if at.snapshotter == "default" {
 			at.snapshotter = snapshotter.SocketPath(opts.Root)
 		}
-		all.Go(func() error { return s.Serve(ctx, at.snapshotter) })
+		all.Go(func() error {
+			l, err := n.Listen(ctx, at.snapshotter)
+			if err != nil {
+				return err
+			}
+			return s.Serve(ctx, l)
+		})
+	} else {
+		n.DropSockets(ctx)
 	}
 	if asks != nil {
 		to := mirror.Options{

@@ -59,6 +59,8 @@ type containerdVersion struct {
 	// transfer: ctr's pulls say of which image a layer is. Those of 1.7 do not, and
 	// every image comes the plain way: there users pull by CRI.
 	transfer bool
+	// env is added to its environment.
+	env []string
 	// sandbox is what a pod needs on this host besides: its image, and no rights
 	// that a test may not have.
 	sandbox string
@@ -146,14 +148,7 @@ func launchContainerd(t testing.TB, v containerdVersion, w *worker, namespace, f
 	if err != nil {
 		t.Fatal(err)
 	}
-	dir, err := os.MkdirTemp("", "foil-containerd-")
-	if err != nil {
-		t.Fatal(err)
-	}
-	// As of /run/containerd: root of a user namespace has to get to its files.
-	if err := os.Chmod(dir, 0o711); err != nil {
-		t.Fatal(err)
-	}
+	dir := cmp.Or(w.containerd, containerdDir(t))
 	c := &containerd{v: v, dir: dir, bin: bin, ctrBin: filepath.Join(bin, "ctr"), namespace: namespace}
 	if _, err := os.Stat(c.ctrBin); err != nil {
 		c.ctrBin = filepath.Join(containerd2.dir(), "ctr")
@@ -163,6 +158,7 @@ func launchContainerd(t testing.TB, v containerdVersion, w *worker, namespace, f
 	number := fmt.Sprintf("version = %d\n", v.number)
 	text := strings.Replace(string(config), number, number+own, 1) + last
 	text = strings.ReplaceAll(text, "/var/lib/foil/run/snapshotter.sock", snapshotter.SocketPath(w.root))
+	text = strings.ReplaceAll(text, `root = "/var/lib/foil"`, fmt.Sprintf("root = %q", w.root))
 	text = strings.ReplaceAll(text, "/etc/containerd/certs.d", cmp.Or(w.hosts, filepath.Join(dir, "nothing")))
 	if err := os.WriteFile(filepath.Join(dir, "config.toml"), []byte(text), 0o600); err != nil {
 		t.Fatal(err)
@@ -177,20 +173,47 @@ func launchContainerd(t testing.TB, v containerdVersion, w *worker, namespace, f
 				t.Error(err)
 			}
 		}
-		if err := os.RemoveAll(dir); err != nil {
-			t.Error(err)
-		}
 	})
 	c.start(t)
 	return c
 }
 
-func (c *containerd) socket() string { return filepath.Join(c.dir, "c.sock") }
+// containerdDir makes the directory of a containerd.
+func containerdDir(t testing.TB) string {
+	t.Helper()
+	dir, err := os.MkdirTemp("", "foil-containerd-")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := os.RemoveAll(dir); err != nil {
+			t.Error(err)
+		}
+	})
+	// As of /run/containerd: root of a user namespace has to get to its files.
+	if err := os.Chmod(dir, 0o711); err != nil {
+		t.Fatal(err)
+	}
+	return dir
+}
+
+// startWorkerOf starts a worker that knows the containerd which is started for it next.
+func startWorkerOf(t testing.TB, flags ...string) *worker {
+	t.Helper()
+	dir := containerdDir(t)
+	w := startWorker(t, workerRoot(t), append(flags, "--cri-endpoint", socketIn(dir))...)
+	w.containerd = dir
+	return w
+}
+
+func socketIn(dir string) string { return filepath.Join(dir, "c.sock") }
+
+func (c *containerd) socket() string { return socketIn(c.dir) }
 
 func (c *containerd) start(t testing.TB) {
 	t.Helper()
 	cmd := exec.Command(filepath.Join(c.bin, "containerd"), "--config", filepath.Join(c.dir, "config.toml"))
-	cmd.Env = append(os.Environ(), "PATH="+c.bin+":"+os.Getenv("PATH"))
+	cmd.Env = append(append(os.Environ(), "PATH="+c.bin+":"+os.Getenv("PATH")), c.v.env...)
 	c.process = startCommand(t, cmd)
 	eventually(t, "containerd answers", func() error {
 		select {

@@ -2,8 +2,10 @@ package e2e
 
 import (
 	"context"
+	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"testing"
 	"time"
 
@@ -19,7 +21,9 @@ import (
 // TestCRI does what a kubelet does: pull an image, and run a container of it in
 // a pod, while its bytes are on the way.
 func TestCRI(t *testing.T) {
-	for _, v := range []containerdVersion{containerd2, containerd1} {
+	sandboxes := containerd1
+	sandboxes.name, sandboxes.env = "containerd 1 with sandboxes", []string{"ENABLE_CRI_SANDBOXES=1"}
+	for _, v := range []containerdVersion{containerd2, containerd1, sandboxes} {
 		t.Run(v.name, func(t *testing.T) {
 			needBusybox(t)
 			s := startServer(t, t.TempDir())
@@ -55,15 +59,73 @@ func TestCRI(t *testing.T) {
 			if want := wantData(t, img); string(out.Stdout) != want {
 				t.Errorf("a container of a pod read\n%s%s\nwant\n%s", out.Stdout, out.Stderr, want)
 			}
-			stats, err := images.ImageFsInfo(ctx, &cri.ImageFsInfoRequest{})
-			if err != nil || len(stats.ImageFilesystems) == 0 {
-				t.Errorf("usage of images: %v, %v", stats, err)
+			if v.env != nil {
+				// It reads no exports: deploy/containerd/containerd-1.7.toml says what to do.
+				if err := os.Symlink(w.root, filepath.Join(c.dir, "root", "io.containerd.snapshotter.v1.hydrofoil")); err != nil {
+					t.Fatal(err)
+				}
 			}
+			checkImageFilesystem(t, images, w.root)
 			for _, n := range c.names(t) {
 				if l := c.info(t, n).Labels; l[snapshotter.LabelPath] != snapshotter.PathLazy {
 					t.Errorf("labels of snapshot %s: %q", n, l)
 				}
 			}
+		})
+	}
+}
+
+// checkImageFilesystem does what a kubelet does with CRI's answer: it looks at the very path.
+func checkImageFilesystem(t *testing.T, images cri.ImageServiceClient, root string) {
+	t.Helper()
+	stats, err := images.ImageFsInfo(t.Context(), &cri.ImageFsInfoRequest{})
+	if err != nil || len(stats.ImageFilesystems) == 0 {
+		t.Fatalf("usage of images: %v, %v", stats, err)
+	}
+	path := stats.ImageFilesystems[0].FsId.Mountpoint
+	got, err := os.Stat(path)
+	if err != nil {
+		t.Fatalf("the filesystem of images: %v", err)
+	}
+	if want, err := os.Stat(root); err != nil || !os.SameFile(got, want) {
+		t.Errorf("images are said to be in %s, want the worker's root, %s (%v)", path, root, err)
+	}
+}
+
+// TestPodsServices: a pod with a command of its own is a service of its own. What an exec probe
+// runs is none.
+func TestPodsServices(t *testing.T) {
+	for _, v := range []containerdVersion{containerd2, containerd1} {
+		t.Run(v.name, func(t *testing.T) {
+			needBusybox(t)
+			s := startServer(t, t.TempDir())
+			k := newLink(t, s.addr, 1<<20)
+			pause := s.push("pause", "1", pauseImage(t))
+			ref := k.via(s.push("app", "1", runnable(t, 200, 30_000)))
+			w := startWorkerOf(t, "--origin-group", registryOf(ref)+" "+registryOf(pause), "--log-level", "debug")
+			c := startContainerdCRI(t, v, w, pause)
+			c.pull(t, ref)
+			conn, err := grpc.NewClient("unix:"+c.socket(), grpc.WithTransportCredentials(insecure.NewCredentials()))
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() { conn.Close() })
+			runtime := cri.NewRuntimeServiceClient(conn)
+			command := []string{"/bin/sh", "-c", "cat /data/0001? > /dev/null; sleep 1000"}
+			id := startPod(t, c, runtime, ref, &cri.NamespaceOption{Network: cri.NamespaceMode_NODE}, command...)
+			if _, err := runtime.ExecSync(t.Context(), &cri.ExecSyncRequest{ContainerId: id, Cmd: []string{"/bin/cat", "/version"}}); err != nil {
+				t.Fatal(err)
+			}
+			eventually(t, "the server has the report", func() error {
+				list := startupOf(t, w, ref)
+				if len(list) == 0 || list[0].Reports == 0 {
+					return fmt.Errorf("%+v", list)
+				}
+				if len(list) != 1 || !slices.Equal(list[0].Args, command) {
+					t.Fatalf("services: %+v, want %q only", list, command)
+				}
+				return nil
+			})
 		})
 	}
 }
@@ -81,10 +143,13 @@ func pauseImage(t testing.TB) image {
 
 // startPod starts a pod with one container of an image, which waits, and returns
 // the container's ID. The pod goes with the test.
-func startPod(t testing.TB, c *containerd, runtime cri.RuntimeServiceClient, ref string, namespaces *cri.NamespaceOption) (id string) {
+func startPod(t testing.TB, c *containerd, runtime cri.RuntimeServiceClient, ref string, namespaces *cri.NamespaceOption, command ...string) (id string) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
+	if command == nil {
+		command = []string{"/bin/sleep", "100000"}
+	}
 	pod := &cri.PodSandboxConfig{
 		Metadata:     &cri.PodSandboxMetadata{Name: "pod", Namespace: "default", Uid: "1"},
 		LogDirectory: filepath.Join(c.dir, "logs"),
@@ -109,7 +174,7 @@ func startPod(t testing.TB, c *containerd, runtime cri.RuntimeServiceClient, ref
 		Config: &cri.ContainerConfig{
 			Metadata: &cri.ContainerMetadata{Name: "app"},
 			Image:    &cri.ImageSpec{Image: ref},
-			Command:  []string{"/bin/sleep", "100000"},
+			Command:  command,
 			LogPath:  "app.log",
 			Linux:    &cri.LinuxContainerConfig{SecurityContext: &cri.LinuxContainerSecurityContext{NamespaceOptions: namespaces}},
 		},

@@ -184,6 +184,8 @@ type worker struct {
 	root   string
 	hosts  string // directory of hosts.toml, for its containerd; empty: none
 	client *api.Client
+	// containerd is the directory of its containerd; empty: it does not know.
+	containerd string
 }
 
 // workerRoot makes a worker's root on a filesystem that can be marked, and

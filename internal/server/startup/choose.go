@@ -131,6 +131,7 @@ const (
 //   - half or more of the reports touched it; or
 //   - it is inherited, and no more reports say that it was sent early for nothing
 //     than touched it; or
+//   - it is inherited, and few reports would change much (influence.go); or
 //   - it lies among pages that some traces have and others have not, or is filled in for another reason (policy.go).
 //
 // Its place is the median of what the traces say, in pages touched before it:
@@ -162,6 +163,7 @@ func (e *evidence) choose(t *toc.TOC) (set, late []ranked) {
 	if inRecorded == 0 {
 		among = touching(e.reports)
 	}
+	few := newInfluence(e)
 	var doubtful []ranked
 	var places []uint32
 	sweep(spans, func(piece trace.Run, of []span) {
@@ -195,7 +197,11 @@ func (e *evidence) choose(t *toc.TOC) (set, late []ranked) {
 		case recorded > 0 && 4*recorded >= inRecorded,
 			reported > 0 && 2*reported >= inReports,
 			inherited && unused <= reported:
-			set = appendRanked(set, r)
+			if inherited || recorded > 0 && 4*recorded >= inRecorded || few.settled {
+				set = appendRanked(set, r)
+			} else {
+				few.add(r)
+			}
 			votes := recorded
 			if inRecorded == 0 {
 				votes = reported
@@ -203,10 +209,13 @@ func (e *evidence) choose(t *toc.TOC) (set, late []ranked) {
 			if votes > 0 && votes < among[r.Content] {
 				doubtful = append(doubtful, r)
 			}
+		case inherited && !(few.settled && 2*unused >= inReports):
+			few.cut(r)
 		case unused <= reported+recorded:
 			late = appendRanked(late, r)
 		}
 	})
+	set, late = few.apply(set, late)
 	set, late = insert(set, advance(fill(set, doubtful, t), set), late)
 	set, late = withoutHoles(set, t), withoutHoles(late, t)
 	byNeed(set)

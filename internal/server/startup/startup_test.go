@@ -12,6 +12,7 @@ import (
 
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/format/trace"
+	"hydrofoil.dev/foil/internal/server/planner/plannertest"
 )
 
 func want(t *testing.T, what string, gotRuns []trace.Run, gotOrigin, origin string, runs ...trace.Run) {
@@ -243,4 +244,81 @@ func TestAQuarterOfTheTraces(t *testing.T) {
 			t.Errorf("%d traces: set %v, late %v", traces, set, late)
 		}
 	}
+}
+
+// Few reports do not change much what is known of a service from another version of the image.
+func TestFewChangeLittle(t *testing.T) {
+	files := func(version uint64) plannertest.Files {
+		f := someFiles(version)
+		f["/usr/share/huge"] = text(50, 3000*trace.BlockSize)
+		return f
+	}
+	args := []string{"db"}
+	for _, c := range []struct {
+		name string
+		// what each of so many clients touched and did not use, of the set and besides
+		touched, unused func(m *image, i int) []trace.Run
+		clients         int
+		kept            bool // what was inherited
+		grown           int64
+	}{
+		{"one sleeps", none, inheritedOf, 1, true, 0},
+		{"two sleep", none, inheritedOf, 2, true, 0},
+		{"three sleep", none, inheritedOf, 3, false, 0},
+		{"one of five sleeps", none, func(m *image, i int) []trace.Run {
+			if i == 0 {
+				return inheritedOf(m, i)
+			}
+			return nil
+		}, 5, true, 0},
+		{"one reads everything", hugeOf, none, 1, true, growLeast},
+		{"two read everything", hugeOf, none, 2, true, growLeast},
+		{"three read everything", hugeOf, none, 3, true, 3000},
+		{"one of three reads everything", func(m *image, i int) []trace.Run {
+			if i == 0 {
+				return hugeOf(m, i)
+			}
+			return nil
+		}, none, 3, true, 0},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			w := newWorld(t)
+			old := w.image(t, "r", "1", files(1))
+			old.add(t, "tracer", old.trace(trace.Recorded, args, inheritedOf(old, 0), nil))
+			m := w.image(t, "r", "2", files(2))
+			for i := range c.clients {
+				touched := append([]trace.Run{m.run(t, "/etc/passwd", 0, 0)}, c.touched(m, i)...)
+				m.send(t, fmt.Sprint("client ", i), m.trace(trace.Reported, args, touched, c.unused(m, i)))
+			}
+			m.built(t)
+			got, _ := m.pages(t, args...)
+			count := map[uint32]int64{}
+			for _, r := range got {
+				count[r.Content] += int64(r.Blocks)
+			}
+			base := inheritedOf(m, 0)[0]
+			if kept := count[base.Content] == int64(base.Blocks); kept != c.kept || !kept && count[base.Content] != 0 {
+				t.Errorf("of what was inherited there are %d of %d pages, want them kept: %v", count[base.Content], base.Blocks, c.kept)
+			}
+			if count[m.run(t, "/etc/passwd", 0, 0).Content] != 1 {
+				t.Error("the little that all touched is not in the set")
+			}
+			huge := count[m.run(t, "/usr/share/huge", 0, 0).Content]
+			if c.grown == growLeast && (huge > growLeast || huge < growLeast/2) || c.grown != growLeast && huge != c.grown {
+				t.Errorf("%d pages came in, want %d", huge, c.grown)
+			}
+		})
+	}
+}
+
+func none(*image, int) []trace.Run { return nil }
+
+func inheritedOf(m *image, _ int) []trace.Run {
+	i, _ := m.Lookup("/usr/lib/libc.so.6")
+	return []trace.Run{{Content: uint32(m.Inodes[i].Content), Blocks: 400}}
+}
+
+func hugeOf(m *image, _ int) []trace.Run {
+	i, _ := m.Lookup("/usr/share/huge")
+	return []trace.Run{{Content: uint32(m.Inodes[i].Content), Blocks: 3000}}
 }

@@ -10,6 +10,8 @@ package containerd
 
 import (
 	"fmt"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 
@@ -28,9 +30,10 @@ type Finding struct {
 type State string
 
 const (
-	OK    State = "ok"
-	Wrong State = "wrong" // images do not come lazily, or not at all, because of it
-	Note  State = "note"  // it works, and this is worth knowing
+	OK State = "ok"
+	// Wrong: images do not come lazily, or not at all, or a kubelet does not work, because of it.
+	Wrong State = "wrong"
+	Note  State = "note" // it works, and this is worth knowing
 	// Absent: this containerd was never told of Hydrofoil.
 	Absent State = "absent"
 )
@@ -39,6 +42,8 @@ const (
 type Options struct {
 	// Socket is where the daemon serves containerd.
 	Socket string
+	// Root is the daemon's.
+	Root string
 	// Major is the first number of containerd's version; 0: what the
 	// configuration's own version says.
 	Major int
@@ -104,7 +109,7 @@ func Check(data []byte, o Options) ([]Finding, error) {
 
 	name, plugin := proxy(c, o.Socket)
 	if plugin == nil {
-		add("proxy plugin", Absent, "none is Hydrofoil's", "to use Hydrofoil, write to %s:\n[proxy_plugins.hydrofoil]\n  type = \"snapshot\"\n  address = %q%s", o.File, o.Socket, exports(o.Major))
+		add("proxy plugin", Absent, "none is Hydrofoil's", "to use Hydrofoil, write to %s:\n[proxy_plugins.hydrofoil]\n  type = \"snapshot\"\n  address = %q%s", o.File, o.Socket, exports(o))
 		return list, nil
 	}
 	switch address := strings.TrimPrefix(plugin.text("address"), "unix://"); {
@@ -119,15 +124,17 @@ func Check(data []byte, o Options) ([]Finding, error) {
 	if o.Major >= 2 {
 		checkTransfer(c, name, plugin, o, add)
 	}
-	checkCRI(c, name, o, add)
+	checkCRI(c, name, plugin, o, add)
 	return list, nil
 }
 
-func exports(major int) string {
-	if major < 2 {
-		return ""
+// exports is what else the table of a proxy plugin is to have.
+func exports(o Options) string {
+	root := fmt.Sprintf("\n  [proxy_plugins.hydrofoil.exports]\n    root = %q", o.Root)
+	if o.Major < 2 {
+		return root
 	}
-	return "\n  capabilities = [\"remap-ids\"]\n  [proxy_plugins.hydrofoil.exports]\n    enable_remote_snapshot_annotations = \"true\""
+	return "\n  capabilities = [\"remap-ids\"]" + root + "\n    enable_remote_snapshot_annotations = \"true\""
 }
 
 // proxy returns the proxy plugin that is meant to be Hydrofoil's: the one at its
@@ -190,7 +197,7 @@ func checkTransfer(c config, name string, plugin config, o Options, add adder) {
 }
 
 // checkCRI looks at what Kubernetes and crictl pull by.
-func checkCRI(c config, name string, o Options, add adder) {
+func checkCRI(c config, name string, plugin config, o Options, add adder) {
 	disabled, _ := c["disabled_plugins"].([]any)
 	for _, d := range disabled {
 		if d == criImages || d == criGRPC || d == "cri" {
@@ -216,6 +223,7 @@ func checkCRI(c config, name string, o Options, add adder) {
 	} else {
 		add("CRI: snapshotter", OK, snapshotter, "")
 	}
+	checkRoot(name, plugin, o, add)
 	if off, ok := cri["disable_snapshot_annotations"].(bool); !ok || off {
 		add("CRI: annotations", Wrong, "disable_snapshot_annotations is not false", "CRI does not say which image a layer is of, and every image is unpacked plainly: in %s of %s write: disable_snapshot_annotations = false", where, o.File)
 	} else {
@@ -234,4 +242,29 @@ func checkCRI(c config, name string, o Options, add adder) {
 		slices.Sort(named)
 		add("CRI: runtimes", Note, strings.Join(named, ", "), "pods of these runtimes do not use Hydrofoil")
 	}
+}
+
+// checkRoot looks at where CRI says that images are.
+func checkRoot(name string, plugin config, o Options, add adder) {
+	const finding = "CRI: image filesystem"
+	root := plugin.table("exports").text("root")
+	if root != "" && sameDirectory(root, o.Root) {
+		add(finding, OK, root, "")
+		return
+	}
+	detail := "no root is exported"
+	if root != "" {
+		detail = root + " is not the daemon's root"
+	}
+	add(finding, Wrong, detail, "a kubelet measures a directory that is not there, or another filesystem: /stats/summary fails, and it neither evicts pods nor removes images: in %s write:\n[proxy_plugins.%s.exports]\n  root = %q", o.File, name, o.Root)
+}
+
+// sameDirectory reports whether two paths name one directory.
+func sameDirectory(a, b string) bool {
+	if filepath.Clean(a) == filepath.Clean(b) {
+		return true
+	}
+	x, err := os.Stat(a)
+	y, yerr := os.Stat(b)
+	return err == nil && yerr == nil && os.SameFile(x, y)
 }

@@ -2,6 +2,7 @@ package containerd
 
 import (
 	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
@@ -10,7 +11,10 @@ import (
 	"github.com/google/go-cmp/cmp"
 )
 
-const socket = "/var/lib/foil/run/snapshotter.sock"
+const (
+	root   = "/var/lib/foil"
+	socket = root + "/run/snapshotter.sock"
+)
 
 func read(t testing.TB, name string) string {
 	t.Helper()
@@ -69,8 +73,11 @@ func TestCheck(t *testing.T) {
 		{"2 without CRI", two, 0, []change{{"disabled_plugins = []", "disabled_plugins = ['io.containerd.cri.v1.images']"}, {"    snapshotter = 'hydrofoil'\n    disable", "    snapshotter = 'overlayfs'\n    disable"}}, map[string]State{"CRI": Note}, ""},
 		{"2, no mapping of IDs", two, 0, []change{{"    capabilities = ['remap-ids']", "    capabilities = []"}}, map[string]State{"user namespaces": Note}, ""},
 		{"1.7, a mapping of IDs", deploy1, 1, []change{{`  type = "snapshot"`, "  type = \"snapshot\"\n  capabilities = [\"remap-ids\"]"}}, map[string]State{"user namespaces": Wrong}, "take it away"},
+		{"2, no root", deploy2, 2, []change{{`    root = "/var/lib/foil"`, ""}}, map[string]State{"CRI: image filesystem": Wrong}, `root = "/var/lib/foil"`},
+		{"1.7, no root", deploy1, 1, []change{{`    root = "/var/lib/foil"`, ""}}, map[string]State{"CRI: image filesystem": Wrong}, `root = "/var/lib/foil"`},
+		{"2, another root", two, 0, []change{{"      root = '/var/lib/foil'", "      root = '/srv/foil'"}}, map[string]State{"CRI: image filesystem": Wrong}, `root = "/var/lib/foil"`},
 		{"version 1", one, 0, []change{{"version = 2", "version = 1"}}, map[string]State{"configuration": Wrong}, "config migrate"},
-		{"a plugin of another name at the socket", deploy1, 1, []change{{"proxy_plugins.hydrofoil", "proxy_plugins.lazy"}, {`snapshotter = "hydrofoil"`, `snapshotter = "lazy"`}}, nil, ""},
+		{"a plugin of another name at the socket", deploy1, 1, []change{{"proxy_plugins.hydrofoil]", "proxy_plugins.lazy]"}, {"proxy_plugins.hydrofoil.exports", "proxy_plugins.lazy.exports"}, {`snapshotter = "hydrofoil"`, `snapshotter = "lazy"`}}, nil, ""},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			text := read(t, tt.file)
@@ -80,7 +87,7 @@ func TestCheck(t *testing.T) {
 				}
 				text = strings.Replace(text, c.from, c.to, 1)
 			}
-			list, err := Check([]byte(text), Options{Socket: socket, Major: tt.major})
+			list, err := Check([]byte(text), Options{Socket: socket, Root: root, Major: tt.major})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -111,7 +118,7 @@ func FuzzCheck(f *testing.F) {
 	}
 	f.Add([]byte("version = 3\nproxy_plugins = 1\nplugins = []\ndisabled_plugins = {}"), 2)
 	f.Fuzz(func(t *testing.T, b []byte, major int) {
-		_, _ = Check(b, Options{Socket: socket, Major: major})
+		_, _ = Check(b, Options{Socket: socket, Root: root, Major: major})
 	})
 }
 
@@ -174,6 +181,50 @@ func TestRunningContainerd(t *testing.T) {
 	}
 }
 
+// A CRI that reads no exports names a directory below containerd's own root.
+func TestImageDirectory(t *testing.T) {
+	dir := t.TempDir()
+	data := fmt.Appendf(nil, "version = 2\nroot = %q\n[proxy_plugins.lazy]\n  type = \"snapshot\"\n  address = %q\n", dir, socket)
+	image, own := filepath.Join(dir, "io.containerd.snapshotter.v1.lazy"), filepath.Join(dir, "foil")
+	h := Host{Data: data, Major: 1}
+	o := Options{Socket: socket, Root: own}
+	for _, step := range []struct {
+		make  func() error
+		blind bool
+		want  State
+	}{
+		{nil, false, ""},
+		{nil, true, Wrong},
+		{func() error { return errors.Join(os.Mkdir(own, 0o700), os.Mkdir(image, 0o700)) }, true, Wrong},
+		{func() error { return errors.Join(os.Remove(image), os.Symlink(own, image)) }, true, OK},
+	} {
+		if step.make != nil {
+			if err := step.make(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		h.Blind = step.blind
+		list, err := h.Findings(t.Context(), o)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var got Finding
+		for _, f := range list {
+			if f.Name == "CRI: image directory" {
+				got = f
+			}
+		}
+		if got.State != step.want || step.want == Wrong && !strings.Contains(got.Fix, image) {
+			t.Errorf("it is %+v, want %q", got, step.want)
+		}
+	}
+	for environ, want := range map[string]bool{"A=1\x00ENABLE_CRI_SANDBOXES=1\x00": true, "ENABLE_CRI_SANDBOXES=\x00": false, "A=ENABLE_CRI_SANDBOXES=1\x00": false} {
+		if setsSandboxes([]byte(environ)) != want {
+			t.Errorf("%q: want %v", environ, want)
+		}
+	}
+}
+
 func TestOrder(t *testing.T) {
 	for after, want := range map[string]State{
 		"After=network.target foil-node.service local-fs.target\n": OK,
@@ -203,7 +254,9 @@ func TestTheInstalledContainerdIsUnderstood(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			list, err := Check(out, Options{Socket: socket, Major: majorOf(t.Context(), exe)})
+			var h Host
+			h.version(t.Context(), exe)
+			list, err := Check(out, Options{Socket: socket, Root: root, Major: h.Major})
 			if err != nil || len(bad(list)) > 0 {
 				t.Errorf("%+v, %v", bad(list), err)
 			}

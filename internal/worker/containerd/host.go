@@ -2,6 +2,7 @@ package containerd
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -10,9 +11,12 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
+
+	"github.com/pelletier/go-toml/v2"
 )
 
 // Unit is the name of the daemon's systemd unit (deploy/systemd).
@@ -23,6 +27,8 @@ type Host struct {
 	PID    int
 	Config string // its configuration file
 	Major  int    // of its version; 0 when that is not known
+	// Blind: its CRI does not read what proxy plugins export.
+	Blind bool
 	// Stale: the file was changed after containerd had started.
 	Stale bool
 	// Data is its configuration, as `containerd config dump` prints it, or as
@@ -59,7 +65,10 @@ func Running(ctx context.Context, proc, socket string) (*Host, error) {
 			}
 		}
 		exe := filepath.Join(dir, "exe")
-		h.Major = majorOf(ctx, exe)
+		h.version(ctx, exe)
+		if environ, err := os.ReadFile(filepath.Join(dir, "environ")); err == nil && h.Major < 2 && setsSandboxes(environ) {
+			h.Blind = true
+		}
 		err = h.read(ctx, exe)
 		switch {
 		case err == nil && bytes.Contains(h.Data, []byte(socket)):
@@ -79,7 +88,7 @@ func Read(ctx context.Context, file string) (*Host, error) {
 	h := &Host{Config: file}
 	exe, err := exec.LookPath("containerd")
 	if err == nil {
-		h.Major = majorOf(ctx, exe)
+		h.version(ctx, exe)
 	}
 	return h, h.read(ctx, exe)
 }
@@ -109,16 +118,27 @@ func run(ctx context.Context, name string, args ...string) ([]byte, error) {
 	return out.Bytes(), err
 }
 
-var versionNumber = regexp.MustCompile(`\sv?(\d+)\.\d+`)
+var versionNumber = regexp.MustCompile(`\sv?(\d+)\.(\d+)`)
 
-func majorOf(ctx context.Context, exe string) int {
+// version asks a program for its version.
+func (h *Host) version(ctx context.Context, exe string) {
 	out, err := run(ctx, exe, "--version")
 	m := versionNumber.FindSubmatch(out)
 	if err != nil || m == nil {
-		return 0
+		return
 	}
-	n, _ := strconv.Atoi(string(m[1]))
-	return n
+	h.Major, _ = strconv.Atoi(string(m[1]))
+	minor, _ := strconv.Atoi(string(m[2]))
+	h.Blind = h.Major == 1 && minor < 7
+}
+
+// setsSandboxes reports whether an environment, as /proc has it, gives containerd 1.7
+// its other CRI server.
+func setsSandboxes(environ []byte) bool {
+	return slices.ContainsFunc(strings.Split(string(environ), "\x00"), func(v string) bool {
+		value, ok := strings.CutPrefix(v, "ENABLE_CRI_SANDBOXES=")
+		return ok && value != ""
+	})
 }
 
 // configFile returns the file that a containerd with these arguments reads.
@@ -149,12 +169,29 @@ func (h *Host) Findings(ctx context.Context, o Options) ([]Finding, error) {
 	if h.Stale {
 		list = append(list, Finding{"restart", Wrong, h.Config + " was changed after containerd had started", "restart containerd; containers go on: systemctl restart containerd"})
 	}
+	if h.Blind {
+		list = append(list, h.blindFinding(o))
+	}
 	list = append(list, socketFinding(ctx, o.Socket))
 	if _, err := os.Stat("/run/systemd/system"); err == nil {
 		out, err := run(ctx, "systemctl", "show", "--property=After", "containerd.service")
 		list = append(list, orderFinding(string(out), err))
 	}
 	return list, nil
+}
+
+// blindFinding looks at the directory that a CRI names which reads no exports.
+func (h *Host) blindFinding(o Options) Finding {
+	const name = "CRI: image directory"
+	var c config
+	_ = toml.Unmarshal(h.Data, &c) // Check has read it
+	plugin, _ := proxy(c, o.Socket)
+	dir := filepath.Join(cmp.Or(c.text("root"), "/var/lib/containerd"), "io.containerd.snapshotter.v1."+plugin)
+	if sameDirectory(dir, o.Root) {
+		return Finding{name, OK, dir, ""}
+	}
+	return Finding{name, Wrong, dir + " is not the daemon's root, and this containerd reads no exports",
+		fmt.Sprintf("a kubelet measures a directory that is not there, or another filesystem: ln -sT %s %s", o.Root, dir)}
 }
 
 func socketFinding(ctx context.Context, socket string) Finding {

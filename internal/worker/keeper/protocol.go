@@ -16,6 +16,8 @@
 //	  3 Drop   client  name. A name that is not there is no error.
 //	  4 All    client  nothing
 //	  5 Stop   client  nothing. Refused (NotEmpty) while anything is held.
+//	  6 Mind   client  nothing. Answer at listening sockets from now on.
+//	  7 Take   client  nothing. Answer there no more; answered by Items, see Life.
 //	128 Welcome keeper uint16 version chosen, uint32 process ID, uint32 names held
 //	129 OK     keeper  nothing
 //	130 Error  keeper  uint16 code, text
@@ -26,7 +28,7 @@
 // Hello is the first message of a connection and is answered by Welcome with
 // the highest version both speak, or by an Error (Version). All is answered by
 // one or more Items, each with at most 253 names and descriptors (the
-// kernel's limit), in the order of the names; Put, Drop and Stop by OK. The
+// kernel's limit), in the order of the names; Put, Drop, Stop and Mind by OK. The
 // keeper answers a type that it does not know with an Error (Unknown) and goes
 // on, so a newer daemon can ask an older keeper. This text is version 1.
 //
@@ -41,6 +43,13 @@
 // as long as the keeper lives, so there is one keeper a socket. The keeper
 // ends when it is told (Stop, SIGTERM) and holds nothing; never because a
 // client went away.
+//
+// A descriptor whose name begins with "listen/" is a listening Unix socket at which clients expect gRPC. From
+// the end of a connection that owned the keeper, or from Mind, until Take, the keeper accepts what connects there, at
+// most 200 connections, and sends an empty HTTP/2 SETTINGS frame. For without one clients give up within a second,
+// and with one they send their calls, which wait in the connection. Take is answered by one Items with
+// these connections, each under the name of its socket, which the keeper then closes. What nobody takes within
+// a minute is closed, and the sockets with it; a keeper that holds nothing else then, and has no client, ends.
 package keeper
 
 import (
@@ -71,6 +80,8 @@ const (
 	kindDrop  kind = 3
 	kindAll   kind = 4
 	kindStop  kind = 5
+	kindMind  kind = 6
+	kindTake  kind = 7
 
 	kindWelcome kind = 128
 	kindOK      kind = 129
@@ -177,7 +188,7 @@ func parseMessage(b []byte) (message, error) {
 		}
 	case kindPut, kindDrop:
 		m.name, b, err = cutName(b)
-	case kindAll, kindStop, kindOK:
+	case kindAll, kindStop, kindMind, kindTake, kindOK:
 	case kindWelcome:
 		if need(10) {
 			m.version, m.pid, m.held = le.Uint16(b), le.Uint32(b[2:]), le.Uint32(b[6:])

@@ -26,6 +26,8 @@ var samples = []message{
 	{kind: kindError, code: codeNotEmpty, text: "the keeper holds 3 descriptors"},
 	{kind: kindItems, more: true, names: []string{"a", "arena/sha256:00"}},
 	{kind: kindItems},
+	{kind: kindMind},
+	{kind: kindTake},
 }
 
 func TestProtocolGolden(t *testing.T) {

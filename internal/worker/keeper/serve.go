@@ -47,7 +47,7 @@ func serve(ctx context.Context, socket string, ready func(), every time.Duration
 	if err != nil {
 		return fmt.Errorf("start keeper: %w", err)
 	}
-	s := &store{fds: map[string]int{}, conns: map[*net.UnixConn]bool{}, l: l, socket: socket}
+	s := &store{fds: map[string]int{}, conns: map[*net.UnixConn]bool{}, l: l, socket: socket, patience: 2 * every}
 	if s.file, err = os.Lstat(socket); err != nil {
 		return errors.Join(fmt.Errorf("start keeper: %w", err), l.Close())
 	}
@@ -127,6 +127,8 @@ type store struct {
 	socket string
 	file   os.FileInfo    // of the socket
 	wg     sync.WaitGroup // connections
+	// patience is how long listening sockets are minded.
+	patience time.Duration
 
 	mu    sync.Mutex
 	fds   map[string]int
@@ -134,6 +136,8 @@ type store struct {
 	owner *net.UnixConn // nil: nobody
 	told  bool          // to stop
 	done  bool          // the listener was closed on purpose
+	// minder is nil while a daemon listens itself.
+	minder *minder
 }
 
 // finish stops the keeper as soon as it holds nothing.
@@ -205,6 +209,7 @@ func (s *store) talk(c *net.UnixConn) {
 		s.mu.Lock()
 		if s.owner == c {
 			s.owner = nil
+			s.mindLocked()
 		}
 		s.mu.Unlock()
 	}()
@@ -272,6 +277,11 @@ func (s *store) serve(p *packets, m message, fds []int) error {
 		return p.send(message{kind: kindOK})
 	case kindAll:
 		return s.sendAllLocked(p)
+	case kindMind:
+		s.mindLocked()
+		return p.send(message{kind: kindOK})
+	case kindTake:
+		return s.takeLocked(p)
 	case kindStop:
 		if n := len(s.fds); n > 0 {
 			return p.send(failure(codeNotEmpty, fmt.Errorf("the keeper holds %d descriptors", n)))

@@ -30,6 +30,7 @@ func (n *Node) openGate() (in store.Inherited, err error) {
 	if in.FromStore = n.holders().inherit(in.Held); in.FromStore {
 		n.log.Warn("keeper and daemon died together; the service manager has kept the gate", "descriptors", len(in.Held))
 	}
+	n.keepListening(ctx, in.Held)
 	g, fresh, loop, err := gate.Open(ctx, gate.Choice{Kind: n.opts.Gate, Root: n.opts.Root, Kept: n.opts.Store != nil}, gate.Options{
 		Keeper: n.holders(), Held: in.Held, Logger: n.log, Dir: filepath.Join(n.opts.Root, "run", "gate"),
 	})
@@ -68,9 +69,14 @@ func (n *Node) closeGate(idle bool) error {
 		return errors.Join(append(errs, n.keeper.Close())...)
 	}
 	errs = append(errs, n.gate.End(ctx))
-	if err := n.keeper.Stop(ctx); err != nil {
-		errs = append(errs, err, n.keeper.Close())
+	err := n.keeper.Stop(ctx)
+	if err != nil {
+		errs = append(errs, n.keeper.Close())
 	}
+	if n.answered.Load() && errors.Is(err, keeper.ErrNotEmpty) {
+		err = nil // it answers who connects to the sockets that it holds, for a while
+	}
+	errs = append(errs, err)
 	return errors.Join(errs...)
 }
 

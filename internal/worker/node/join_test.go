@@ -1,12 +1,14 @@
 package node
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"regexp"
 	"slices"
 	"testing"
 
+	"github.com/google/go-cmp/cmp"
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/worker/api"
 )
@@ -141,4 +143,53 @@ func TestServicesJoin(t *testing.T) {
 	joins("what is complete lacks nothing", from, 1, "sixth")
 	h.remove(ref)
 	h.empty()
+}
+
+// TestContainersOfContainerd starts containers that containerd makes on an image whose pull runs: the
+// set of each one's own arguments is asked for, and who fills nothing asks nobody.
+func TestContainersOfContainerd(t *testing.T) {
+	s := newFakeServer(t)
+	m := newFakeImage(t, some(1, 12, 5000))
+	ref := s.Serve("app:1", m)
+	s.SetLimit(2)
+	h := newHost(t)
+	h.pullFor(api.PullRequest{Ref: ref, Entrypoint: []string{"/app"}, Args: []string{"-v"}})
+	key, questions := h.key(m), 0
+	starts := func(id string, args ...string) {
+		h.n.ContainerMade(key, id)
+		h.n.ContainerStarts(key, id, func() []string { questions++; return args })
+	}
+	starts("one", "/app", "-v") // comes already
+	starts("two", "sleep", "1000")
+	starts("three", "sleep", "1000")
+	starts("four", "/app", "--other")
+	starts("five") // nobody knows
+	var got [][]string
+	eventually(t, "the sets of two services are asked for", func() error {
+		got = nil
+		for _, r := range asked(s) {
+			if r.Header {
+				got = append(got, slices.Concat(r.Entrypoint, r.Args))
+			}
+		}
+		if len(got) < 2 {
+			return fmt.Errorf("%q", got)
+		}
+		return nil
+	})
+	if diff := cmp.Diff([][]string{{"sleep", "1000"}, {"/app", "--other"}}, got); diff != "" {
+		t.Errorf("asked for (-want +got):\n%s", diff)
+	}
+	if questions != 5 {
+		t.Errorf("%d questions of what runs, want 5", questions)
+	}
+	s.SetLimit(-1)
+	h.mustPull(ref, api.Complete)
+	eventually(t, "nobody fills the rootfs", func() error {
+		questions = 0
+		if starts("six", "sleep", "1000"); questions > 0 {
+			return errors.New("somebody wants to know what runs")
+		}
+		return nil
+	})
 }

@@ -24,6 +24,7 @@ import (
 	"os"
 	"path/filepath"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -113,7 +114,9 @@ type Node struct {
 	loop     bool // EROFS is mounted over loop devices
 	gateLost bool // there was no gate to take over when this daemon started
 	keeper   *keeper.Client
-	began    string // one of the constants of that name
+	sockets  map[string]*os.File // listening ones of an earlier daemon, by their names at the keeper
+	answered atomic.Bool         // the keeper holds one, or is to
+	began    string              // one of the constants of that name
 
 	hosts      *hosts.Set
 	kept       []*remote.Client // of opts.Connect

@@ -15,16 +15,9 @@ import (
 // when it ends are left where they are: the next daemon goes on with them.
 func (n *Node) Serve(ctx context.Context) error {
 	path := api.SocketPath(n.opts.Root)
-	// The lock on the root is held: a socket that is there is a dead daemon's.
-	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
-		return err
-	}
-	l, err := net.Listen("unix", path)
+	l, err := listenAt(path)
 	if err != nil {
 		return err
-	}
-	if err := os.Chmod(path, 0o600); err != nil {
-		return errors.Join(err, l.Close())
 	}
 	if n.opts.Listening != nil {
 		n.opts.Listening()
@@ -49,4 +42,20 @@ func (n *Node) Serve(ctx context.Context) error {
 	}
 	<-done
 	return nil
+}
+
+// listenAt listens on a Unix socket, for root only. The lock on the root is held: a socket
+// that is there is a dead daemon's.
+func listenAt(path string) (net.Listener, error) {
+	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return nil, err
+	}
+	l, err := net.Listen("unix", path)
+	if err != nil {
+		return nil, err
+	}
+	if err := os.Chmod(path, 0o600); err != nil {
+		return nil, errors.Join(err, l.Close())
+	}
+	return l, nil
 }

@@ -84,7 +84,6 @@ func (s *Puller) newPull(r Ref, req api.PullRequest) *Pull {
 		Soon:     req.Until == api.Mounted,
 		Learning: s.samples(),
 		Go:       s.goes,
-		Service:  p.ownService,
 		Report:   p.report,
 		Counted:  s.metrics.counted,
 	})

@@ -8,6 +8,7 @@ import (
 
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
+	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/worker/api"
 	"hydrofoil.dev/foil/internal/worker/start"
 )
@@ -75,16 +76,17 @@ func (p *Pull) waitBehind(other *Pull) {
 	}
 }
 
-// ownService returns the entrypoint and command of the image; nil: there are none.
-func (p *Pull) ownService() []string {
+// Runs has the startup set come of what is about to run in a container, unless the pull was
+// begun for that.
+func (p *Pull) Runs(args []string) {
 	p.mu.Lock()
-	img := p.image
+	img, req := p.image, bundle.ImageRequest{Entrypoint: p.req.Entrypoint, Args: p.req.Args}
 	p.mu.Unlock()
 	var config ocispec.Image
-	if img == nil || json.Unmarshal(img.Config, &config) != nil {
-		return nil
+	if img == nil || json.Unmarshal(img.Config, &config) != nil || slices.Equal(req.Service(config.Config), args) {
+		return
 	}
-	return slices.Concat(config.Config.Entrypoint, config.Config.Cmd)
+	p.join(api.PullRequest{Entrypoint: args})
 }
 
 // report sends a trace to the image's server.

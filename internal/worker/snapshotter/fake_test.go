@@ -28,6 +28,7 @@ import (
 
 // fakeNode has the images that a test gives it. Its rootfs are directories.
 type fakeNode struct {
+	told    []string              // of containers, in order
 	offered map[string]*node.Held // what can be pulled
 	blobs   map[digest.Digest][]byte
 
@@ -36,6 +37,12 @@ type fakeNode struct {
 	holds   map[digest.Digest]int
 	asked   []string // names of Hold
 	fetched int      // blobs
+}
+
+func (f *fakeNode) ContainerMade(_ origin.Key, id string) { f.told = append(f.told, "made "+id) }
+
+func (f *fakeNode) ContainerStarts(_ origin.Key, id string, process func() []string) {
+	f.told = append(f.told, fmt.Sprintf("starts %s %q", id, process()))
 }
 
 func (f *fakeNode) Has(name string) bool { return f.here[name] }

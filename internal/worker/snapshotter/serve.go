@@ -2,9 +2,7 @@ package snapshotter
 
 import (
 	"context"
-	"errors"
 	"net"
-	"os"
 	"path/filepath"
 	"time"
 
@@ -16,20 +14,8 @@ import (
 // SocketPath is where the snapshotter of a worker's root listens by default.
 func SocketPath(root string) string { return filepath.Join(root, "run", "snapshotter.sock") }
 
-// Serve answers containerd on a Unix socket until ctx ends.
-func (s *Snapshotter) Serve(ctx context.Context, socket string) error {
-	// Only the one daemon of a root serves its snapshotter: a socket that is
-	// there is a dead one's.
-	if err := os.Remove(socket); err != nil && !errors.Is(err, os.ErrNotExist) {
-		return err
-	}
-	l, err := net.Listen("unix", socket)
-	if err != nil {
-		return err
-	}
-	if err := os.Chmod(socket, 0o600); err != nil {
-		return errors.Join(err, l.Close())
-	}
+// Serve answers containerd on a listener until ctx ends.
+func (s *Snapshotter) Serve(ctx context.Context, l net.Listener) error {
 	if s.opts.Listening != nil {
 		s.opts.Listening()
 	}

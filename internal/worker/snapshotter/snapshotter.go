@@ -64,6 +64,7 @@ import (
 	"github.com/containerd/errdefs"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"github.com/prometheus/client_golang/prometheus"
+	"google.golang.org/grpc"
 
 	"hydrofoil.dev/foil/internal/kernel"
 	"hydrofoil.dev/foil/internal/worker/node"
@@ -78,6 +79,10 @@ type Node interface {
 	// Release is called as often.
 	Hold(ctx context.Context, name string) (*node.Held, error)
 	Release(key origin.Key)
+	// ContainerMade tells of a snapshot on a rootfs. ContainerStarts tells that what process
+	// returns, or something unknown, is about to run there.
+	ContainerMade(rootfs origin.Key, id string)
+	ContainerStarts(rootfs origin.Key, id string, process func() []string)
 	RemoveImage(ctx context.Context, name string) error
 	// RootfsUsage is what a rootfs takes on the disk, in bytes and files.
 	RootfsUsage(key origin.Key) (size, inodes int64, err error)
@@ -102,7 +107,10 @@ type Options struct {
 	// Groups are registries that trust each other. Claims: Claim is asked of each image that containerd resolves.
 	Groups origin.Groups
 	Claims bool
-	Logger *slog.Logger
+	// Containerd is the path of containerd's own socket, which is asked what runs in a
+	// container; empty: it is not.
+	Containerd string
+	Logger     *slog.Logger
 	// Listening, when set, is called when Serve's socket takes connections.
 	Listening func()
 }
@@ -151,6 +159,8 @@ type Snapshotter struct {
 	asking map[string]int
 	closed bool
 
+	containerd *grpc.ClientConn // nil: it is not asked
+
 	boot string         // the kernel's boot_id
 	work sync.WaitGroup // what makes expected snapshots
 
@@ -193,6 +203,9 @@ func Open(ctx context.Context, opts Options) (_ *Snapshotter, err error) {
 		return nil, err
 	}
 	s.boot = boot.String()
+	if s.containerd, err = dial(opts.Containerd); err != nil {
+		return nil, err
+	}
 	s.unpacked = prometheus.NewCounter(prometheus.CounterOpts{Name: "foil_node_unpacked_layers_total",
 		Help: "Layers of lazy images that were fetched and unpacked after all, because something that is not in the image is made on them."})
 	if s.meta, err = storage.NewMetaStore(filepath.Join(opts.Dir, "metadata.db")); err != nil {
@@ -252,6 +265,9 @@ func (s *Snapshotter) Close() error {
 	}
 	s.mu.Unlock()
 	s.work.Wait()
+	if s.containerd != nil {
+		_ = s.containerd.Close()
+	}
 	return s.plain.Close()
 }
 
@@ -379,6 +395,7 @@ func (s *Snapshotter) create(ctx context.Context, create createFunc, key, parent
 	if mounts, err = s.rewrite(ctx, key, mounts); err != nil {
 		return nil, errors.Join(err, s.plain.Remove(ctx, key))
 	}
+	s.made(key, parent)
 	return mounts, nil
 }
 
@@ -391,7 +408,11 @@ func (s *Snapshotter) Mounts(ctx context.Context, key string) ([]mount.Mount, er
 	if err := s.ready(ctx, key); err != nil {
 		return nil, fmt.Errorf("mounts of snapshot %s: %w", key, err)
 	}
-	return s.rewrite(ctx, key, mounts)
+	if mounts, err = s.rewrite(ctx, key, mounts); err != nil {
+		return nil, err
+	}
+	s.starts(ctx, key)
+	return mounts, nil
 }
 
 // Commit makes a snapshot one that others can be made on.

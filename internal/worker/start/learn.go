@@ -37,7 +37,8 @@ const (
 //
 // What lies in other arenas is not seen: it was here before. When a second
 // container is made before the first is ready, whose reads are whose cannot be
-// told, and nothing is reported.
+// told, and nothing is reported. Neither is it where nobody has said what runs: the
+// arguments of the process, as they are executed, are the service.
 type Learner struct {
 	opts   Options
 	log    *slog.Logger
@@ -54,7 +55,7 @@ type Learner struct {
 	container string // that is watched; empty: none was told of
 	several   bool
 	gone      bool
-	args      []string // nil: the image's own
+	args      []string // of its process, once it was started
 	probe     bool
 	started   time.Time
 	ready     time.Time
@@ -89,6 +90,19 @@ func LearnerOf(r *store.Rootfs) *Learner {
 func (l *Learner) Read(off, n int64, waited bool) {
 	l.reads.Add(0, off, n, time.Now(), waited)
 	l.wake.Do(func() { close(l.woken) })
+}
+
+// Over reports whether nothing is noted any more.
+func (l *Learner) Over() bool {
+	if l == nil {
+		return true
+	}
+	select {
+	case <-l.done:
+		return true
+	default:
+		return false
+	}
 }
 
 // Watched returns what is closed when the start that is being watched is over; nil:
@@ -145,7 +159,9 @@ func (l *Learner) Started(id string, s api.Start) {
 	}
 	l.mu.Lock()
 	if l.container == id {
-		l.args, l.probe, l.started = s.Args, s.Probe, s.Started
+		if l.started.IsZero() { // or it was started again
+			l.args, l.probe, l.started = s.Args, s.Probe, s.Started
+		}
 		if !s.Ready.IsZero() { // the two may come in the other order
 			l.ready = s.Ready
 		}
@@ -178,7 +194,9 @@ func (l *Learner) judge(now time.Time) (verdict int, ready, until time.Time) {
 		return givenUp, time.Time{}, time.Time{}
 	case l.probe:
 		return watching, time.Time{}, time.Time{}
-	case l.container != "" && l.started.IsZero() && !l.gone:
+	case l.started.IsZero() && (l.gone || l.container == "" && !last.IsZero() && now.Sub(last) > reportQuiet):
+		return givenUp, time.Time{}, time.Time{}
+	case l.started.IsZero():
 		return watching, time.Time{}, time.Time{} // being started
 	case !last.IsZero() && now.Sub(last) > reportQuiet:
 		return isReady, last, last
@@ -249,15 +267,10 @@ func (l *Learner) report(ready, until time.Time) (*trace.Trace, error) {
 	t := &trace.Trace{Kind: trace.Reported, ChainID: l.r.ChainID(), TOC: l.r.TOC(), Args: l.args}
 	started := l.started
 	l.mu.Unlock()
-	if started.IsZero() {
-		started = reads[0].At
+	if len(t.Args) == 0 {
+		return nil, nil
 	}
 	t.Ready = max(ready.Sub(started), 0)
-	if t.Args == nil {
-		if t.Args = l.opts.Service(); t.Args == nil {
-			return nil, nil
-		}
-	}
 	t.Touched, t.Unused = compare(have, a, reads, started, until)
 	early, unused := 0, 0
 	for _, r := range a.EarlyRuns() {

@@ -26,7 +26,8 @@ func TestJudge(t *testing.T) {
 	}{
 		{"nothing yet", func(*Learner) {}, 100, watching, time.Time{}},
 		{"read just now", func(l *Learner) { l.read1(at(1)) }, 2, watching, time.Time{}},
-		{"quiet, no container told of", func(l *Learner) { l.read1(at(1)) }, 5, isReady, at(1)},
+		{"quiet, no container told of", func(l *Learner) { l.read1(at(1)) }, 5, givenUp, time.Time{}},
+		{"gone, and nobody said what ran", func(l *Learner) { l.Created("a"); l.read1(at(1)); l.Removed("a") }, 5, givenUp, time.Time{}},
 		{"being started", func(l *Learner) { l.Created("a"); l.read1(at(1)) }, 100, watching, time.Time{}},
 		{"started, quiet", func(l *Learner) {
 			l.Created("a")

@@ -34,8 +34,6 @@ type Options struct {
 	// Go runs what may outlive the pull, and ends with the daemon. It reports false
 	// when the daemon is ending, and fn is not run.
 	Go func(fn func()) bool
-	// Service returns the arguments of the image's own service; nil: it has none.
-	Service func() []string
 	// Report sends an encoded trace to the image's server.
 	Report func(ctx context.Context, encoded []byte) error
 	// Counted is told how many pages of a startup set were read until the container
