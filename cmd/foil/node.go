@@ -106,6 +106,7 @@ Exit codes: 0 it was told to end; 1 an error, in the log as well.`,
 func (f *nodeFlags) add(flags *pflag.FlagSet) {
 	flags.DurationVar(&f.opts.GiveUp, "give-up", 5*time.Minute, "how long to go on trying when a server cannot be reached, before reads that wait for it fail; then it is tried now and then")
 	flags.StringSliceVar(&f.opts.Connect, "connect", nil, "`SERVER`s (http://HOST:PORT or https://HOST) to keep a warm connection to")
+	flags.DurationVar(&f.opts.ProveWithin, "prove-within", 24*time.Hour, "how long an image may be here unproven before it starts no new container; of those of before the upgrade, since then; 0: for ever")
 	flags.Int64Var(&f.opts.WarmUp, "warm-up", 32<<20, "most `BYTES` that a server of --connect sends on a new connection so that TCP learns the path; 0: none")
 	flags.StringVar(&f.report, "report", "on", "tell an image's server which pages a container read until it was ready: on or off")
 	flags.Float64Var(&f.opts.ReportSample, "report-sample", 1, "`SHARE` of the starts to tell of, above 0 and at most 1")

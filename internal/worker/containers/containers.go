@@ -56,6 +56,8 @@ type Options struct {
 	// WantedRetry is how long after a pull has failed a container that is made of
 	// its image has it tried again at the earliest.
 	WantedRetry time.Duration
+	// MayStart returns an error if no new container may start on a rootfs, which an image names.
+	MayStart func(r *store.Rootfs, image string) error
 	Logger      *slog.Logger
 	Warn        func(format string, args ...any)
 }
@@ -221,7 +223,7 @@ func (s *Set) hold(c *Container, name string, traced bool) (*store.Rootfs, error
 	case traced && !r.Complete():
 		return nil, api.Errorf(api.CodeConflict, "image %s is not complete, and only a complete one can be traced: pull it with `foil pull %s`", name, name)
 	}
-	return r, nil
+	return r, s.opts.MayStart(r, name)
 }
 
 func notHere(name string) error {

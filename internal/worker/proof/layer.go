@@ -236,6 +236,7 @@ type source struct {
 	layer   int
 	numbers []int32
 	hidden  hidden
+	asked   int // how often, for hidden contents
 }
 
 // open is a recipe.Source.
@@ -287,8 +288,12 @@ func (h *hidden) close() {
 	}
 }
 
-// tries is how often in a row contents are asked for without any byte coming.
-const tries = 3
+// Contents are asked for again when their stream breaks: tries times without any byte coming, and mostAsked times for
+// one layer, of which those with very many hidden contents need several.
+const (
+	tries     = 3
+	mostAsked = 16 + bundle.MaxLayerContents/bundle.MaxRuns
+)
 
 // openHidden returns a reader of a hidden content, from an offset on.
 func (s *source) openHidden(content, offset int64) (io.Reader, error) {
@@ -310,7 +315,6 @@ func (r *hiddenReader) Read(b []byte) (int, error) {
 			return n, nil
 		}
 		if err == nil {
-			failures = 0
 			continue
 		}
 		h.close()
@@ -325,6 +329,9 @@ func (r *hiddenReader) Read(b []byte) (int, error) {
 func (s *source) next(b []byte, content, off int64) (int, error) {
 	h := &s.hidden
 	if h.answer == nil {
+		if s.asked++; s.asked > mostAsked {
+			return 0, fmt.Errorf("they broke off %d times", mostAsked)
+		}
 		answer, err := s.p.Server.Contents(s.ctx, s.layer, s.runs(content))
 		if err != nil {
 			return 0, err
@@ -412,8 +419,8 @@ func (s *source) runs(from int64) (runs []bundle.ContentRun) {
 	return runs
 }
 
-// Clear removes what an interrupted proof left in dir besides entry lists.
-func Clear(dir string) {
+// clearLeft removes what an interrupted proof left in dir besides entry lists.
+func clearLeft(dir string) {
 	left, _ := filepath.Glob(filepath.Join(dir, ".*-*"))
 	for _, path := range left {
 		_ = os.Remove(path)

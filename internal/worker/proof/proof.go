@@ -93,6 +93,7 @@ func Run(ctx context.Context, o Options) error {
 	if err := os.MkdirAll(o.Dir, 0o700); err != nil {
 		return err
 	}
+	clearLeft(o.Dir)
 	p := &prover{Options: o, verified: make([]bool, len(o.TOC.Contents))}
 	for i := range o.TOC.Contents {
 		p.all += o.TOC.Contents[i].Size
