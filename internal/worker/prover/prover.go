@@ -101,8 +101,10 @@ type task struct {
 	state    State
 	due      time.Time
 	failures int
-	tries    int // that have ended
-	waiting  int // who waits
+	tries    int    // that have ended
+	why      string // the last one came to nothing
+	waiting  int    // who waits
+	asked    bool   // one of these waits for a try that has not begun
 	cancel   context.CancelCauseFunc
 	done     chan struct{} // of the try that runs; nil: none does
 }
@@ -225,12 +227,13 @@ func (p *Prover) Await(ctx context.Context, key origin.Key, emit func(State) err
 	p.mu.Unlock()
 	if t == nil {
 		if r := p.provable(key); r == nil {
-			return p.verdict(key, State{Why: "it is not complete"}, emit)
+			return p.verdict(key, "it is not complete", emit)
 		}
 	}
 	p.mu.Lock()
 	t = p.taskOf(key)
 	t.waiting++
+	t.asked = t.asked || t.done == nil
 	tries := t.tries
 	p.woken()
 	p.mu.Unlock()
@@ -242,10 +245,10 @@ func (p *Prover) Await(ctx context.Context, key origin.Key, emit func(State) err
 	last := State{}
 	for {
 		p.mu.Lock()
-		state, ended, changed := t.state, t.tries > tries || p.tasks[key] != t, p.changed
+		state, why, ended, changed := t.state, t.why, t.tries > tries || p.tasks[key] != t, p.changed
 		p.mu.Unlock()
 		if ended {
-			return p.verdict(key, state, emit)
+			return p.verdict(key, why, emit)
 		}
 		if state != last {
 			if err := emit(state); err != nil {
@@ -263,8 +266,8 @@ func (p *Prover) Await(ctx context.Context, key origin.Key, emit func(State) err
 	}
 }
 
-// verdict is how a try that has ended has ended.
-func (p *Prover) verdict(key origin.Key, was State, emit func(State) error) error {
+// verdict is how a try that has ended has ended; why says why it came to nothing.
+func (p *Prover) verdict(key origin.Key, why string, emit func(State) error) error {
 	r := p.opts.Store.Get(key)
 	if r == nil {
 		return api.Errorf(api.CodeNotFound, "the image was removed meanwhile")
@@ -278,10 +281,6 @@ func (p *Prover) verdict(key origin.Key, was State, emit func(State) error) erro
 		return nil
 	case Failed:
 		return api.Errorf(api.CodeCorrupt, "image %s is not what its layers make: %s", p.opts.Names.Image(key), s.Why)
-	}
-	why := s.Why
-	if why == "" {
-		why = was.Why
 	}
 	return api.Errorf(api.CodeUnavailable, "image %s cannot be proven now: %s", p.opts.Names.Image(key), why)
 }
@@ -312,7 +311,7 @@ func (p *Prover) next() (t *task, pause time.Duration) {
 	pause = time.Hour
 	for _, o := range p.tasks {
 		switch {
-		case o.waiting > 0:
+		case o.asked:
 			return o, 0
 		case o.due.After(now):
 			pause = min(pause, o.due.Sub(now))
@@ -340,7 +339,7 @@ func (p *Prover) try(t *task) {
 	defer cancel(nil)
 	done := make(chan struct{})
 	p.mu.Lock()
-	t.state, t.cancel, t.done = State{Phase: Proving}, cancel, done
+	t.state, t.cancel, t.done, t.asked = State{Phase: Proving}, cancel, done, false
 	if p.tasks[t.key] != t {
 		cancel(errors.New("the image was removed"))
 	}
@@ -379,7 +378,8 @@ func (p *Prover) ended(t *task, r *store.Rootfs, err error, took time.Duration) 
 	t.done, t.tries = nil, t.tries+1
 	if result == Unproven {
 		t.failures++
-		t.state = State{Phase: Unproven, Why: err.Error()}
+		t.why = err.Error()
+		t.state = State{Phase: Unproven, Why: t.why}
 		t.due = time.Now().Add(backoff.Backoff{First: firstPause, Most: lastPause}.Pause(t.failures))
 	} else {
 		delete(p.tasks, t.key)
