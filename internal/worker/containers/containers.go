@@ -58,8 +58,8 @@ type Options struct {
 	WantedRetry time.Duration
 	// MayStart returns an error if no new container may start on a rootfs, which an image names.
 	MayStart func(r *store.Rootfs, image string) error
-	Logger      *slog.Logger
-	Warn        func(format string, args ...any)
+	Logger   *slog.Logger
+	Warn     func(format string, args ...any)
 }
 
 // Set is all containers of a root.

@@ -31,7 +31,7 @@ func newMetrics() *nodeMetrics {
 	histogram := func(name, help string) prometheus.Histogram {
 		return prometheus.NewHistogram(prometheus.HistogramOpts{Name: name, Help: help, Buckets: seconds})
 	}
-	return &nodeMetrics{
+	m := &nodeMetrics{
 		ready:     histogram("foil_node_ready_seconds", "From the start of a container's process until its probe said ready (those of foil run: nobody says when others are)."),
 		wait:      histogram("foil_node_read_wait_seconds", "How long reads waited for bytes that were absent: its count is that of the reads."),
 		evicted:   prometheus.NewCounter(prometheus.CounterOpts{Name: "foil_node_evictions_total", Help: "Images that were removed because of the disk limit."}),
@@ -39,6 +39,10 @@ func newMetrics() *nodeMetrics {
 		proofs:    prometheus.NewCounterVec(prometheus.CounterOpts{Name: "foil_node_proofs_total", Help: "Tries to prove images, by how they ended: proven, unproven (tried again), failed (not what its layers make: look at once)."}, []string{"result"}),
 		keepers:   prometheus.NewCounter(prometheus.CounterOpts{Name: "foil_node_keeper_restarts_total", Help: "Keepers that died and were replaced. Each is worth a look at the log."}),
 	}
+	for _, phase := range []prover.Phase{prover.Proven, prover.Unproven, prover.Failed} {
+		m.proofs.WithLabelValues(string(phase))
+	}
+	return m
 }
 
 // What is looked up when somebody asks.

@@ -99,9 +99,10 @@ type Options struct {
 	Listening func()
 
 	// For tests: pull.Options.ClaimWithin, FirstRetry and Stalled, pull.WantedRetry,
-	// store.Options.KeepWarm when not 0; crash is called at named points.
+	// store.Options.KeepWarm when not 0; crash is called at named points; noProofs has nothing proven but by Prove.
 	claimWithin, firstRetry, stalled, wantedRetry, keepWarm time.Duration
 	crash                                                   func(point string)
+	noProofs                                                bool
 }
 
 // Node is the daemon. It implements api.Service.
@@ -277,7 +278,7 @@ func (n *Node) open() (err error) {
 	}
 	n.pulls.GoOn(again, true)
 	n.store.CountUnproven(n.started)
-	n.prover.Start()
+	n.prover.Start(!n.opts.noProofs)
 	return nil
 }
 

@@ -38,7 +38,11 @@ func (n *Node) busy() bool {
 }
 
 // completed has an image proven that a pull has made complete.
-func (n *Node) completed(ref string, shown credentials.Credential) { n.prover.Add(ref, shown) }
+func (n *Node) completed(ref string, shown credentials.Credential) {
+	if !n.opts.noProofs {
+		n.prover.Add(ref, shown)
+	}
+}
 
 // mayStart returns an error if no new container may start on a rootfs.
 func (n *Node) mayStart(r *store.Rootfs, image string) error {

@@ -119,10 +119,12 @@ func New(opts Options) *Prover {
 	return p
 }
 
-// Start has what is here proven, and what is added.
-func (p *Prover) Start() {
+// Start has what is added proven, and, with all, what is here.
+func (p *Prover) Start(all bool) {
 	for _, img := range p.opts.Images.List() {
-		p.Add(img.Ref, credentials.Credential{})
+		if all {
+			p.Add(img.Ref, credentials.Credential{})
+		}
 	}
 	p.work.Go(p.run)
 }

@@ -32,11 +32,11 @@ type Mounted struct {
 }
 
 // Mounted returns what reads the contents of a rootfs, which the caller uses.
-func (s *Store) Mounted(r *Rootfs) (m *Mounted, err error) {
+func (s *Store) Mounted(r *Rootfs) (_ *Mounted, err error) {
 	if !r.Complete() {
 		return nil, fmt.Errorf("rootfs %s is not complete", r.ChainID())
 	}
-	m = &Mounted{}
+	m := &Mounted{}
 	defer func() {
 		if err != nil {
 			m.Close()
