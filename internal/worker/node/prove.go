@@ -10,6 +10,7 @@ import (
 	"hydrofoil.dev/foil/internal/worker/api"
 	"hydrofoil.dev/foil/internal/worker/credentials"
 	"hydrofoil.dev/foil/internal/worker/images"
+	"hydrofoil.dev/foil/internal/worker/origin"
 	"hydrofoil.dev/foil/internal/worker/proof"
 	"hydrofoil.dev/foil/internal/worker/prover"
 	"hydrofoil.dev/foil/internal/worker/pull"
@@ -47,6 +48,34 @@ func (n *Node) completed(ref string, shown credentials.Credential) {
 // mayStart returns an error if no new container may start on a rootfs.
 func (n *Node) mayStart(r *store.Rootfs, image string) error {
 	return store.MayStart(r, image, n.prover.State(r).Why, n.opts.ProveWithin)
+}
+
+// Proof says how the proof of a rootfs stands.
+func (n *Node) Proof(key origin.Key) string { return n.prover.State(n.store.Get(key)).String() }
+
+// MayStart returns an error if no new container may start on a rootfs: it cannot be served, or was not proven in time.
+func (n *Node) MayStart(key origin.Key) error {
+	r := n.store.Get(key)
+	if r == nil {
+		return nil // whoever mounts it says so
+	}
+	if err := r.Broken(); err != nil {
+		return api.Errorf(api.CodeCorrupt, "image %s cannot be served: %w", n.Image(key), err)
+	}
+	return n.mayStart(r, n.Image(key))
+}
+
+// AwaitProof has a rootfs proven now, and waits for it.
+func (n *Node) AwaitProof(ctx context.Context, key origin.Key) error {
+	leave, err := n.enter()
+	if err != nil {
+		return err
+	}
+	defer leave()
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	defer context.AfterFunc(n.ctx, func() { cancel(pull.ErrStopping) })()
+	return n.prover.Await(ctx, key, nil)
 }
 
 // Prove has the rootfs of an image proven now, and waits for it: see prover.Prover.Await.
