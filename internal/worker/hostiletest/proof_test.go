@@ -295,3 +295,22 @@ func TestWhatStaysUnprovenStartsNothing(t *testing.T) {
 		t.Errorf("after an upgrade the time counts since %v", rec.Since)
 	}
 }
+
+// Where images are proven first, no container ever starts on a lie, and one on the truth waits for it.
+func TestProvenBeforeItStarts(t *testing.T) {
+	s := bundletest.New(t)
+	good := layered(t)
+	truth, lie := s.Serve("good:1", good), s.Serve("bad:1", lying(t, good))
+	w := newWorker(t)
+	w.opts.ProveFirst = []string{s.Addr}
+	w.restart()
+	w.mustPull(lie, api.Mounted)
+	w.refused(lie, "not as in the layers")
+	w.mustPull(truth, api.Mounted)
+	if _, err := w.n.CreateContainer(t.Context(), api.ContainerRequest{ID: "good", Ref: truth}); err != nil || w.proof(truth) != "proven" {
+		t.Errorf("%v, %q", err, w.proof(truth))
+	}
+	if err := w.n.RemoveContainer(t.Context(), "good"); err != nil {
+		t.Error(err)
+	}
+}

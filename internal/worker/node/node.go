@@ -64,6 +64,8 @@ type Options struct {
 	WarmUp  int64
 	// ProveWithin is how long an image may be here unproven before it starts no new container; 0: for ever.
 	ProveWithin time.Duration
+	// ProveFirst lists registries whose images are proven before a container starts on them; "*": all are.
+	ProveFirst []string
 	// NoStartup does without startup sets.
 	NoStartup bool
 	// Version is told to clients.

@@ -2,7 +2,9 @@ package node
 
 import (
 	"context"
+	"errors"
 	"io"
+	"slices"
 	"sync"
 	"time"
 
@@ -14,6 +16,7 @@ import (
 	"hydrofoil.dev/foil/internal/worker/proof"
 	"hydrofoil.dev/foil/internal/worker/prover"
 	"hydrofoil.dev/foil/internal/worker/pull"
+	"hydrofoil.dev/foil/internal/worker/rootfs"
 	"hydrofoil.dev/foil/internal/worker/store"
 )
 
@@ -45,16 +48,41 @@ func (n *Node) completed(ref string, shown credentials.Credential) {
 	}
 }
 
-// mayStart returns an error if no new container may start on a rootfs.
-func (n *Node) mayStart(r *store.Rootfs, image string) error {
+// mayStart returns an error if no new container may start on a rootfs. Where images are to be proven first it waits
+// for that.
+func (n *Node) mayStart(ctx context.Context, r *store.Rootfs, image string) error {
+	registry := origin.Of(image)
+	first := slices.Contains(n.opts.ProveFirst, registry) || slices.Contains(n.opts.ProveFirst, "*")
+	if first && r.Proof() != rootfs.Proven {
+		if p := n.pulls.Get(image); p != nil {
+			if err := p.Wait(ctx); err != nil {
+				return err
+			}
+		}
+		if err := n.prover.Await(ctx, r.Key(), nil); err != nil {
+			return api.Errorf(api.AsError(err).Code, "images of %s start when they are proven (--prove-first), and this one is %s: %w", registry, n.prover.State(r), err)
+		}
+		return nil
+	}
 	return store.MayStart(r, image, n.prover.State(r).Why, n.opts.ProveWithin)
 }
 
 // Proof says how the proof of a rootfs stands.
 func (n *Node) Proof(key origin.Key) string { return n.prover.State(n.store.Get(key)).String() }
 
+// firstWithin is how long containerd waits for a proof before it is told to ask again.
+const firstWithin = time.Minute
+
 // MayStart returns an error if no new container may start on a rootfs: it cannot be served, or was not proven in time.
-func (n *Node) MayStart(key origin.Key) error {
+// It may wait for a proof for a while.
+func (n *Node) MayStart(ctx context.Context, key origin.Key) error {
+	leave, err := n.enter()
+	if err != nil {
+		return err
+	}
+	defer leave()
+	ctx, cancel := context.WithTimeoutCause(ctx, firstWithin, errors.New("the proof takes longer than a minute: ask again"))
+	defer cancel()
 	r := n.store.Get(key)
 	if r == nil {
 		return nil // whoever mounts it says so
@@ -62,7 +90,7 @@ func (n *Node) MayStart(key origin.Key) error {
 	if err := r.Broken(); err != nil {
 		return api.Errorf(api.CodeCorrupt, "image %s cannot be served: %w", n.Image(key), err)
 	}
-	return n.mayStart(r, n.Image(key))
+	return n.mayStart(ctx, r, n.Image(key))
 }
 
 // AwaitProof has a rootfs proven now, and waits for it.

@@ -71,7 +71,7 @@ func (f *fakeNode) AwaitProof(_ context.Context, key origin.Key) error {
 	return nil
 }
 
-func (f *fakeNode) MayStart(key origin.Key) error { return f.refused[key] }
+func (f *fakeNode) MayStart(_ context.Context, key origin.Key) error { return f.refused[key] }
 
 func (f *fakeNode) Release(key origin.Key) {
 	chain := digest.Digest(key)

@@ -80,13 +80,17 @@ func (s *Snapshotter) mayStart(ctx context.Context, parent string) error {
 	if err != nil {
 		return err
 	}
+	var on []origin.Key
 	s.mu.Lock()
-	defer s.mu.Unlock()
 	for _, id := range ids {
 		if r := s.records[id]; r != nil && r.Role == roleRootfs && r.held != nil {
-			if err := s.opts.Node.MayStart(r.held.Rootfs); err != nil {
-				return fmt.Errorf("%w: %w", err, errdefs.ErrFailedPrecondition)
-			}
+			on = append(on, r.held.Rootfs)
+		}
+	}
+	s.mu.Unlock()
+	for _, key := range on {
+		if err := s.opts.Node.MayStart(ctx, key); err != nil {
+			return fmt.Errorf("%w: %w", err, errdefs.ErrFailedPrecondition)
 		}
 	}
 	return nil

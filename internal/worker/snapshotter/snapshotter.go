@@ -86,8 +86,8 @@ type Node interface {
 	// Proof says how far that is known, for people. AwaitProof has it found out now.
 	Proof(key origin.Key) string
 	AwaitProof(ctx context.Context, key origin.Key) error
-	// MayStart returns an error if no new container may start on a rootfs.
-	MayStart(key origin.Key) error
+	// MayStart returns an error if no new container may start on a rootfs. It may wait for its proof for a while.
+	MayStart(ctx context.Context, key origin.Key) error
 	// OpenBlob reads a blob of an image from its registry, not verified.
 	OpenBlob(ctx context.Context, name string, blob ocispec.Descriptor) (io.ReadCloser, error)
 }
