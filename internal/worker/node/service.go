@@ -12,7 +12,6 @@ import (
 
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/worker/api"
-	"hydrofoil.dev/foil/internal/worker/credentials"
 	"hydrofoil.dev/foil/internal/worker/images"
 	"hydrofoil.dev/foil/internal/worker/pull"
 	"hydrofoil.dev/foil/internal/worker/remote"
@@ -263,16 +262,9 @@ func (n *Node) RemoveImage(ctx context.Context, name string) error {
 		}
 		img = n.images.Get(name)
 	}
-	if img != nil {
-		n.prover.Drop(img.Rootfs)
-	}
+	defer n.prover.Pause()() // it keeps what it proves, and what lends to that
 	if err := n.forget(name); err != nil {
 		return err
-	}
-	if img != nil {
-		for _, other := range n.images.Of(img.Rootfs) {
-			n.prover.Add(other.Ref, credentials.Credential{})
-		}
 	}
 	n.store.Collect()
 	if running != nil && img != nil {

@@ -90,6 +90,8 @@ type Prover struct {
 
 	mu      locks.Mutex[locks.Leaf]
 	tasks   map[origin.Key]*task
+	running *task         // nil: none
+	paused  int           // how often
 	changed chan struct{} // closed, and made anew, when a task changes
 }
 
@@ -105,8 +107,11 @@ type task struct {
 	why      string // the last one came to nothing
 	waiting  int    // who waits
 	asked    bool   // one of these waits for a try that has not begun
-	cancel   context.CancelCauseFunc
-	done     chan struct{} // of the try that runs; nil: none does
+	// Of the try that runs, or of the last one.
+	running bool
+	ctx     context.Context
+	cancel  context.CancelCauseFunc
+	done    chan struct{} // closed when nothing of it is used any more
 }
 
 // New returns a Prover that begins with Start.
@@ -199,21 +204,28 @@ func (p *Prover) State(r *store.Rootfs) State {
 	return State{Phase: Served}
 }
 
-// Drop ends the proof of a rootfs that is about to be removed, and waits for that.
-func (p *Prover) Drop(key origin.Key) {
+// errPaused ends a try that is begun again.
+var errPaused = errors.New("something else is done with rootfs just now")
+
+// Pause has nothing proven until resume is called, so that nothing is used because of that: it ends what runs, and waits
+// for it. What was found out is kept.
+func (p *Prover) Pause() (resume func()) {
 	p.mu.Lock()
-	t := p.tasks[key]
-	delete(p.tasks, key)
-	var done chan struct{}
-	if t != nil && t.done != nil {
-		t.cancel(errors.New("the image was removed"))
-		done = t.done
+	p.paused++
+	t := p.running
+	if t != nil {
+		t.cancel(errPaused)
 	}
-	p.woken()
 	p.mu.Unlock()
-	if done != nil {
-		<-done
+	if t != nil {
+		<-t.done
 	}
+	return sync.OnceFunc(func() {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		p.paused--
+		p.woken()
+	})
 }
 
 // Await has a rootfs proven now, without rests, and returns when it is. emit, unless nil, is told of what changes.
@@ -235,7 +247,7 @@ func (p *Prover) Await(ctx context.Context, key origin.Key, emit func(State) err
 	p.mu.Lock()
 	t = p.taskOf(key)
 	t.waiting++
-	t.asked = t.asked || t.done == nil
+	t.asked = t.asked || !t.running
 	tries := t.tries
 	p.woken()
 	p.mu.Unlock()
@@ -293,6 +305,11 @@ func (p *Prover) run() {
 		t, pause := p.next()
 		if t != nil {
 			p.try(t)
+			p.mu.Lock()
+			p.running = nil
+			p.mu.Unlock()
+			close(t.done)
+			p.opts.Store.Collect()
 			continue
 		}
 		timer := time.NewTimer(pause)
@@ -305,12 +322,23 @@ func (p *Prover) run() {
 	}
 }
 
-// next returns the task that is to be tried now; nil: none is within pause.
+// next returns the task that is to be tried now, which is running from here on; nil: none is within pause.
 func (p *Prover) next() (t *task, pause time.Duration) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	defer func() {
+		if t != nil {
+			t.state, t.done, t.running, t.asked = State{Phase: Proving}, make(chan struct{}), true, false
+			t.ctx, t.cancel = context.WithCancelCause(p.ctx)
+			p.running = t
+			p.woken()
+		}
+	}()
 	now := time.Now()
 	pause = time.Hour
+	if p.paused > 0 {
+		return nil, pause
+	}
 	for _, o := range p.tasks {
 		switch {
 		case o.asked:
@@ -326,6 +354,7 @@ func (p *Prover) next() (t *task, pause time.Duration) {
 
 // try proves a rootfs, or finds that it cannot be done.
 func (p *Prover) try(t *task) {
+	defer t.cancel(nil)
 	r, release := p.opts.Store.Use(t.key)
 	if r == nil || p.provable(t.key) == nil {
 		if r != nil {
@@ -337,26 +366,16 @@ func (p *Prover) try(t *task) {
 		p.mu.Unlock()
 		return
 	}
-	ctx, cancel := context.WithCancelCause(p.ctx)
-	defer cancel(nil)
-	done := make(chan struct{})
 	p.mu.Lock()
-	t.state, t.cancel, t.done, t.asked = State{Phase: Proving}, cancel, done, false
-	if p.tasks[t.key] != t {
-		cancel(errors.New("the image was removed"))
-	}
 	ref, shown := t.ref, t.shown
-	p.woken()
 	p.mu.Unlock()
 	began := time.Now()
-	err := p.prove(ctx, r, t, ref, shown)
+	err := p.prove(t.ctx, r, t, ref, shown)
 	if err == nil {
 		err = p.opts.Store.Proven(r)
 	}
 	release()
 	p.ended(t, r, err, time.Since(began))
-	close(done)
-	p.opts.Store.Collect() // what went while it was used
 }
 
 // ended notes how a try has ended.
@@ -371,13 +390,19 @@ func (p *Prover) ended(t *task, r *store.Rootfs, err error, took time.Duration) 
 	case errors.As(err, &wrong):
 		result = Failed
 		p.quarantine(r, image, wrong)
-	case p.ctx.Err() != nil || !p.has(t):
+	case p.ctx.Err() != nil:
+		return
+	case errors.Is(context.Cause(t.ctx), errPaused):
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		t.state, t.running, t.asked = State{Phase: Served}, false, t.waiting > 0
+		p.woken()
 		return
 	default:
 		p.log.Warn("an image could not be proven; it is tried again later", "ref", image, "error", err)
 	}
 	p.mu.Lock()
-	t.done, t.tries = nil, t.tries+1
+	t.running, t.tries = false, t.tries+1
 	if result == Unproven {
 		t.failures++
 		t.why = err.Error()
@@ -389,13 +414,6 @@ func (p *Prover) ended(t *task, r *store.Rootfs, err error, took time.Duration) 
 	p.woken()
 	p.mu.Unlock()
 	p.opts.Count(string(result))
-}
-
-// has reports whether a task is still to be done.
-func (p *Prover) has(t *task) bool {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.tasks[t.key] == t
 }
 
 // quarantine has nothing served from a rootfs that is not what its image's layers make, and names what runs on it.
