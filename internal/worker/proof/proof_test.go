@@ -278,6 +278,25 @@ func TestKnownLayers(t *testing.T) {
 	}
 }
 
+// A layer of 64 MiB, 64 files, with a file that an upper layer hides.
+func BenchmarkRun(b *testing.B) {
+	l := layertest.Layer{layertest.File("hidden", 0o644, toctest.Blob(100, 1<<20))}
+	for i := range 64 {
+		l = append(l, layertest.File(string(rune('A'+i)), 0o644, toctest.Blob(uint64(i), 1<<20)))
+	}
+	g := &rig{m: bundletest.NewLayers(b, l, layertest.Layer{layertest.Whiteout("hidden")})}
+	for i := range g.m.Tree.Contents {
+		g.mounted = append(g.mounted, g.m.Content(uint32(i)))
+	}
+	b.SetBytes(64 << 20)
+	for b.Loop() {
+		g.dir = b.TempDir()
+		if err := Run(b.Context(), g.options()); err != nil || g.blobs > 0 {
+			b.Fatal(err, g.blobs)
+		}
+	}
+}
+
 // Whatever the layers are, what they make is proven, and nothing else is.
 func TestAnyImage(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
