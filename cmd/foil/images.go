@@ -1,8 +1,10 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"fmt"
+	"strings"
 
 	"github.com/spf13/cobra"
 
@@ -19,6 +21,11 @@ func newImagesCommand() *cobra.Command {
 		Long: `images lists what was pulled to this worker, and how much of it is here. An
 image in state "pulling" can run already; one in state "broken" says why below
 the table.
+
+PROOF says what is known of where its files come from. served: a server said what
+they are. proven: the layers were hashed here, are those that the image's config
+names, and make these files. proving: that is on the way. unproven: it could not be
+found out yet. failed: the files are others; no new container starts on them.
 
 Exit codes: 0; 1 no daemon answers.`,
 		Example: `  foil images
@@ -49,16 +56,21 @@ func printImages(cmd *cobra.Command, images []api.Image, asJSON bool) error {
 			}
 			continue
 		}
-		rows[i] = fmt.Sprintf("%s\t%s\t%s\t%s\t%s\t%d\t%s", img.Ref, shortDigest(img.Digest), img.State,
+		rows[i] = fmt.Sprintf("%s\t%s\t%s\t%s\t%s\t%s\t%d\t%s", img.Ref, shortDigest(img.Digest), img.State, proofWord(img.Proof),
 			progress.Bytes(img.ContentHere), progress.Bytes(img.ContentTotal), img.Files, localTime(img.Created))
 	}
 	if asJSON {
 		return nil
 	}
-	if err := table(w, "IMAGE DIGEST STATE HERE CONTENTS FILES PULLED", rows); err != nil {
+	if err := table(w, "IMAGE DIGEST STATE PROOF HERE CONTENTS FILES PULLED", rows); err != nil {
 		return err
 	}
 	for _, img := range images {
+		if strings.Contains(img.Proof, ": ") {
+			if _, err := fmt.Fprintf(w, "%s is %s\n", img.Ref, img.Proof); err != nil {
+				return err
+			}
+		}
 		if img.Why == "" {
 			continue
 		}
@@ -67,4 +79,10 @@ func printImages(cmd *cobra.Command, images []api.Image, asJSON bool) error {
 		}
 	}
 	return nil
+}
+
+// proofWord is how a proof stands, without why.
+func proofWord(proof string) string {
+	word, _, _ := strings.Cut(cmp.Or(proof, "served"), ":")
+	return word
 }

@@ -106,6 +106,8 @@ Exit codes: 0 it was told to end; 1 an error, in the log as well.`,
 func (f *nodeFlags) add(flags *pflag.FlagSet) {
 	flags.DurationVar(&f.opts.GiveUp, "give-up", 5*time.Minute, "how long to go on trying when a server cannot be reached, before reads that wait for it fail; then it is tried now and then")
 	flags.StringSliceVar(&f.opts.Connect, "connect", nil, "`SERVER`s (http://HOST:PORT or https://HOST) to keep a warm connection to")
+	flags.DurationVar(&f.opts.ProveWithin, "prove-within", 24*time.Hour, "how long an image may be here unproven before it starts no new container; of those of before the upgrade, since then; 0: for ever")
+	flags.StringSliceVar(&f.opts.ProveFirst, "prove-first", nil, "`REGISTRIES` (HOST[:PORT], or * for all) whose images are proven before a container starts on them: a start waits until the image is complete and proven")
 	flags.Int64Var(&f.opts.WarmUp, "warm-up", 32<<20, "most `BYTES` that a server of --connect sends on a new connection so that TCP learns the path; 0: none")
 	flags.StringVar(&f.report, "report", "on", "tell an image's server which pages a container read until it was ready: on or off")
 	flags.Float64Var(&f.opts.ReportSample, "report-sample", 1, "`SHARE` of the starts to tell of, above 0 and at most 1")
@@ -139,6 +141,11 @@ func (f *nodeFlags) options() error {
 	}
 	if o.Groups, err = origin.ParseGroups(f.groups); err != nil {
 		return usagef("--origin-group: %w", err)
+	}
+	for _, registry := range o.ProveFirst {
+		if registry != "*" && origin.Of(registry+"/some/image") != registry {
+			return usagef("--prove-first: %q is no registry: write HOST or HOST:PORT, as image names have it, or *", registry)
+		}
 	}
 	if err := checkMetrics(f.at.metrics); err != nil {
 		return err

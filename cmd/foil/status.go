@@ -138,6 +138,9 @@ func statusLines(st *api.Status, width int) []string {
 	for _, p := range st.Pulls {
 		lines = append(lines, pullLine(p, width))
 	}
+	for _, p := range st.Proofs {
+		lines = append(lines, p.Ref+": "+p.Proof)
+	}
 	if len(st.Pulls) == 0 {
 		lines = append(lines, "no pulls")
 	}

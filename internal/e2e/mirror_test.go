@@ -23,6 +23,7 @@ import (
 	"google.golang.org/grpc/credentials/insecure"
 	cri "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/format/layer/layertest"
 	"hydrofoil.dev/foil/internal/worker/mirror"
 	"hydrofoil.dev/foil/internal/worker/snapshotter"
@@ -66,12 +67,12 @@ func withKey(t testing.TB, root string) *http.Client {
 }
 
 // taken returns the requests that came to the server since the last call, but for
-// promotions, which are the readers' and not the pull's.
+// promotions, which are the readers' and not the pull's, and what a proof asks later.
 func (f *front) taken() (list []string) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	for _, r := range f.requests {
-		if !strings.Contains(r, "/promote") {
+		if !strings.Contains(r, bundle.PromotePath) && !strings.Contains(r, bundle.RecipePath) && !strings.Contains(r, bundle.ContentsPath) {
 			list = append(list, r)
 		}
 	}

@@ -16,6 +16,7 @@
 //	POST   /v1/startup/service     AboutImage -> bundle.ServiceReport
 //	POST   /v1/startup/forget      AboutImage -> 204
 //	POST   /v1/verify?ref=REF      -> VerifyEvents, one JSON object a line
+//	POST   /v1/prove?ref=REF       -> the same, of a proof
 //	POST   /v1/gc                  GCRequest        -> GCReport
 //	GET    /v1/status              -> Status
 //
@@ -141,7 +142,7 @@ type Image struct {
 	ChainID      string    `json:"chain_id"`
 	Rootfs       string    `json:"rootfs,omitempty"`          // names its directory: <root>/rootfs/ROOTFS
 	State        string    `json:"state"`           // pulling, complete, broken
-	Proof        string    `json:"proof,omitempty"` // served: a server said what its files are; proven: its layers were hashed here
+	Proof        string    `json:"proof,omitempty"` // served (a server said what its files are), proving N%, proven (its layers were hashed here), unproven: WHY, failed: WHY
 	Why          string    `json:"why,omitempty"`
 	Files        int       `json:"files"`
 	ContentTotal int64     `json:"content_total"`
@@ -237,10 +238,17 @@ type VerifyEvent struct {
 	Checked int64  `json:"checked"` // bytes of contents compared so far
 	Absent  int64  `json:"absent"`  // bytes that have not arrived
 	Total   int64  `json:"total"`
-	Bad     string `json:"bad,omitempty"` // a path whose bytes are wrong
+	Bad     string `json:"bad,omitempty"`   // a path whose bytes are wrong
+	Proof   string `json:"proof,omitempty"` // as in Image: of a proof, and in the result
 	Done    bool   `json:"done,omitempty"`
 	Err     string `json:"error,omitempty"`
 	Code    string `json:"code,omitempty"` // of an Error
+}
+
+// ProofStatus is an image whose proof is on the way, came to nothing, or failed.
+type ProofStatus struct {
+	Ref   string `json:"ref"`
+	Proof string `json:"proof"` // as in Image
 }
 
 // GCRequest asks what could go from the worker's disk, and for it to go.
@@ -285,6 +293,8 @@ type Status struct {
 	Pulls   []PullStatus `json:"pulls"`
 	// Servers are those to which a connection is kept.
 	Servers []ServerStatus `json:"servers,omitempty"`
+	// Proofs are those on the way, and those that came to nothing, or failed.
+	Proofs []ProofStatus `json:"proofs,omitempty"`
 	// Warnings are what an operator should know, e.g. mounts that could not be
 	// taken over after a crash.
 	Warnings []string `json:"warnings,omitempty"`

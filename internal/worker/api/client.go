@@ -120,8 +120,12 @@ func (c *Client) PullReport(ctx context.Context, ref string) (*PullReport, error
 // Verify asks for the verification of an image and yields its events, the last
 // with Done set. An error ends the sequence.
 func (c *Client) Verify(ctx context.Context, ref string) iter.Seq2[VerifyEvent, error] {
+	return c.verification(ctx, "verify", ref)
+}
+
+func (c *Client) verification(ctx context.Context, what, ref string) iter.Seq2[VerifyEvent, error] {
 	return func(yield func(VerifyEvent, error) bool) {
-		for ev, err := range lines[VerifyEvent](ctx, c, "/v1/verify?ref="+url.QueryEscape(ref), nil) {
+		for ev, err := range lines[VerifyEvent](ctx, c, "/v1/"+what+"?ref="+url.QueryEscape(ref), nil) {
 			if err == nil && ev.Err != "" {
 				err = &Error{Code: codeOr(ev.Code), Message: ev.Err}
 			}
@@ -129,8 +133,13 @@ func (c *Client) Verify(ctx context.Context, ref string) iter.Seq2[VerifyEvent, 
 				return
 			}
 		}
-		yield(VerifyEvent{}, c.lost("verify "+ref))
+		yield(VerifyEvent{}, c.lost(what+" "+ref))
 	}
+}
+
+// Prove has an image proven now, and yields events as Verify does.
+func (c *Client) Prove(ctx context.Context, ref string) iter.Seq2[VerifyEvent, error] {
+	return c.verification(ctx, "prove", ref)
 }
 
 // Images lists the images on the worker.

@@ -47,6 +47,8 @@ type Service interface {
 	// Verify compares every local byte of an image with its digest. The last
 	// event has Done set.
 	Verify(ctx context.Context, ref string, emit func(VerifyEvent) error) error
+	// Prove has an image proven now, and waits. Its last event has Done set.
+	Prove(ctx context.Context, ref string, emit func(VerifyEvent) error) error
 	// GC frees what it can, or says what it would.
 	GC(ctx context.Context, req GCRequest) (*GCReport, error)
 	Status(ctx context.Context) (*Status, error)
@@ -64,7 +66,8 @@ func Handler(s Service) http.Handler {
 		v, err := s.PullReport(r.Context(), r.URL.Query().Get("ref"))
 		answer(w, http.StatusOK, v, err)
 	})
-	mux.HandleFunc("POST /v1/verify", func(w http.ResponseWriter, r *http.Request) { verify(w, r, s) })
+	mux.HandleFunc("POST /v1/verify", func(w http.ResponseWriter, r *http.Request) { verify(w, r, s.Verify) })
+	mux.HandleFunc("POST /v1/prove", func(w http.ResponseWriter, r *http.Request) { verify(w, r, s.Prove) })
 	mux.HandleFunc("GET /v1/images", func(w http.ResponseWriter, r *http.Request) {
 		v, err := s.Images(r.Context())
 		answer(w, http.StatusOK, nonNil(v), err)
@@ -141,10 +144,10 @@ func pull(w http.ResponseWriter, r *http.Request, s Service) {
 }
 
 // verify answers as pull does.
-func verify(w http.ResponseWriter, r *http.Request, s Service) {
+func verify(w http.ResponseWriter, r *http.Request, of func(ctx context.Context, ref string, emit func(VerifyEvent) error) error) {
 	out := &stream{w: w}
 	var last VerifyEvent
-	err := s.Verify(r.Context(), r.URL.Query().Get("ref"), func(ev VerifyEvent) error {
+	err := of(r.Context(), r.URL.Query().Get("ref"), func(ev VerifyEvent) error {
 		last = ev
 		return out.send(ev)
 	})

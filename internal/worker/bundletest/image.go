@@ -18,12 +18,14 @@ import (
 	"hydrofoil.dev/foil/internal/format/trace"
 )
 
-// Image is an image of one layer.
+// Image is an image of one layer that nobody has, or of real ones (NewLayers).
 type Image struct {
 	bundle.Image
 	Tree  *toc.TOC
 	Data  map[segment.ID][]byte // of the segments; what is not there is never sent
 	Files toctest.Files
+	// Layers are those of NewLayers, the lowest first.
+	Layers []*Layer
 
 	// What a Scripted sends of startup sets. Startup is the set of every service, a frame each, but of those in
 	// Services, by their first argument; Filled of the last frames of a set are filled, at most all. Here is said to be on the worker.

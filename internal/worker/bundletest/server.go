@@ -73,7 +73,11 @@ func (s *Server) Listen(addr string) {
 	mux := http.NewServeMux()
 	mux.HandleFunc("POST "+bundle.PullPath, s.pull)
 	mux.HandleFunc("POST "+bundle.PromotePath, s.promote)
+	mux.HandleFunc("POST "+bundle.RecipePath, s.layer)
+	mux.HandleFunc("POST "+bundle.ContentsPath, s.layer)
+	mux.HandleFunc("GET /v2/{repository}/blobs/{digest}", s.blob)
 	srv := &http.Server{Handler: mux, Protocols: new(http.Protocols)}
+	srv.Protocols.SetHTTP1(true) // for blobs
 	srv.Protocols.SetUnencryptedHTTP2(true)
 	s.mu.Lock()
 	s.http, s.Addr, s.closed = srv, l.Addr().String(), false

@@ -56,8 +56,10 @@ type Options struct {
 	// WantedRetry is how long after a pull has failed a container that is made of
 	// its image has it tried again at the earliest.
 	WantedRetry time.Duration
-	Logger      *slog.Logger
-	Warn        func(format string, args ...any)
+	// MayStart returns an error if no new container may start on a rootfs, which an image names. It may wait for a proof.
+	MayStart func(ctx context.Context, r *store.Rootfs, image string) error
+	Logger   *slog.Logger
+	Warn     func(format string, args ...any)
 }
 
 // Set is all containers of a root.
@@ -199,7 +201,7 @@ func (s *Set) makeDirs(c *Container) error {
 
 // hold makes a reserved container one of an image, which must be mounted: the image
 // stays from then on.
-func (s *Set) hold(c *Container, name string, traced bool) (*store.Rootfs, error) {
+func (s *Set) hold(ctx context.Context, c *Container, name string, traced bool) (*store.Rootfs, error) {
 	img := s.opts.Images.Get(name)
 	if img == nil {
 		return nil, notHere(name)
@@ -221,7 +223,7 @@ func (s *Set) hold(c *Container, name string, traced bool) (*store.Rootfs, error
 	case traced && !r.Complete():
 		return nil, api.Errorf(api.CodeConflict, "image %s is not complete, and only a complete one can be traced: pull it with `foil pull %s`", name, name)
 	}
-	return r, nil
+	return r, s.opts.MayStart(ctx, r, name)
 }
 
 func notHere(name string) error {
@@ -231,7 +233,7 @@ func notHere(name string) error {
 // fill makes a reserved container one of the image of that name, which must be mounted, traced
 // as req says. dirs, unless nil, makes its directories.
 func (s *Set) fill(ctx context.Context, c *Container, name string, req api.ContainerRequest, dirs func() error) (_ *api.Container, err error) {
-	r, err := s.hold(c, name, req.Trace)
+	r, err := s.hold(ctx, c, name, req.Trace)
 	if err != nil {
 		return nil, err
 	}

@@ -63,6 +63,7 @@ type worker struct {
 	t    testing.TB
 	root string
 	n    *node.Node
+	opts node.Options
 	log  logtest.Buffer
 }
 
@@ -82,11 +83,28 @@ func newWorker(t testing.TB, groups ...string) *worker {
 	if err != nil {
 		t.Fatal(err)
 	}
-	w.n, err = node.New(node.Options{Root: root, Binary: self, Groups: trusting, GiveUp: 30 * time.Second, Logger: slog.New(slog.NewTextHandler(&w.log, nil))})
-	if err != nil {
-		t.Fatal(err)
-	}
+	w.opts = node.Options{Root: root, Binary: self, Groups: trusting, GiveUp: 30 * time.Second, Logger: slog.New(slog.NewTextHandler(&w.log, nil))}
+	w.begin()
 	return w
+}
+
+// begin starts the daemon.
+func (w *worker) begin() {
+	w.t.Helper()
+	var err error
+	if w.n, err = node.New(w.opts); err != nil {
+		w.t.Fatal(err)
+	}
+}
+
+// restart ends the daemon, and starts another one.
+func (w *worker) restart() {
+	w.t.Helper()
+	if err := w.n.Close(); err != nil {
+		w.t.Fatal(err)
+	}
+	w.n = nil
+	w.begin()
 }
 
 // end leaves nothing of the worker.
@@ -196,4 +214,24 @@ func (w *worker) records(ref string) (rec rootfs.Record) {
 		w.t.Fatal(err)
 	}
 	return rec
+}
+
+// change changes the record of a rootfs on the disk.
+func (w *worker) change(path string, fn func(*rootfs.Record)) {
+	w.t.Helper()
+	var rec rootfs.Record
+	b, err := os.ReadFile(path)
+	if err == nil {
+		err = json.Unmarshal(b, &rec)
+	}
+	if err == nil {
+		fn(&rec)
+		b, err = json.Marshal(&rec)
+	}
+	if err == nil {
+		err = os.WriteFile(path, b, 0o600)
+	}
+	if err != nil {
+		w.t.Fatal(err)
+	}
 }

@@ -158,6 +158,7 @@ func (n *Node) makeRoom(least int64) bool {
 	if tooMany <= 0 {
 		return false
 	}
+	defer n.prover.Pause()() // it keeps what it proves, and what lends to that
 	list, _ := n.evictable()
 	why := fmt.Sprintf("images take %d bytes, %d are on their way, %d are free, and %d are too many", d.Used, d.Pending, d.Free, tooMany)
 	for _, c := range list {
@@ -185,6 +186,7 @@ func (n *Node) GC(ctx context.Context, req api.GCRequest) (*api.GCReport, error)
 	n.eviction.Lock()
 	defer n.eviction.Unlock()
 	if !req.DryRun {
+		defer n.prover.Pause()()
 		n.store.Collect()
 	}
 	d, err := n.store.Disk(nil)

@@ -10,6 +10,7 @@ import (
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
 	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/credentials"
 	"hydrofoil.dev/foil/internal/worker/origin"
 	"hydrofoil.dev/foil/internal/worker/pull"
 	"hydrofoil.dev/foil/internal/worker/rootfs"
@@ -115,7 +116,7 @@ func (n *Node) Release(key origin.Key) {
 	}
 }
 
-// Proven reports whether a rootfs is known to be the layers that its chain ID names: nobody proves any yet.
+// Proven reports whether a rootfs is known to be the layers that its chain ID names.
 func (n *Node) Proven(key origin.Key) bool {
 	r := n.store.Get(key)
 	return r != nil && r.Proof() == rootfs.Proven
@@ -133,11 +134,16 @@ func (n *Node) RootfsUsage(key origin.Key) (size, inodes int64, err error) {
 // OpenBlob asks an image's registry for one of its blobs, as containerd would.
 // The bytes are not verified.
 func (n *Node) OpenBlob(ctx context.Context, name string, blob ocispec.Descriptor) (io.ReadCloser, error) {
+	return n.openBlob(ctx, name, blob, credentials.Credential{})
+}
+
+// openBlob is OpenBlob with what is shown to the registry; nothing: what there is.
+func (n *Node) openBlob(ctx context.Context, name string, blob ocispec.Descriptor, shown credentials.Credential) (io.ReadCloser, error) {
 	r, err := pull.ParseRef(name)
 	if err != nil {
 		return nil, err
 	}
-	req := n.pulls.About(r.Name, api.PullRequest{}.Credential)
+	req := n.pulls.About(r.Name, shown)
 	resolver := docker.NewResolver(docker.ResolverOptions{Hosts: n.hosts.Registry(ctx, n.pulls.Want(r, req))})
 	fetcher, err := resolver.Fetcher(ctx, r.Name)
 	if err != nil {

@@ -134,7 +134,7 @@ func (h *host) options() Options {
 	if err != nil {
 		h.t.Fatal(err)
 	}
-	return Options{Root: h.root, Binary: self, Gate: bestGate(), GiveUp: h.giveUp, Store: h.store, claimWithin: cmp.Or(h.early, time.Hour), keepWarm: cmp.Or(h.warm, time.Hour), firstRetry: cmp.Or(h.retry, time.Hour), stalled: cmp.Or(h.stall, time.Hour), wantedRetry: cmp.Or(h.wanted, time.Hour), crash: h.at, Logger: slog.New(slog.NewTextHandler(&h.log, nil))}
+	return Options{Root: h.root, Binary: self, Gate: bestGate(), GiveUp: h.giveUp, Store: h.store, noProofs: true, claimWithin: cmp.Or(h.early, time.Hour), keepWarm: cmp.Or(h.warm, time.Hour), firstRetry: cmp.Or(h.retry, time.Hour), stalled: cmp.Or(h.stall, time.Hour), wantedRetry: cmp.Or(h.wanted, time.Hour), crash: h.at, Logger: slog.New(slog.NewTextHandler(&h.log, nil))}
 }
 
 func (h *host) start() {

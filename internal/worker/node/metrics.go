@@ -6,6 +6,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"hydrofoil.dev/foil/internal/metrics"
+	"hydrofoil.dev/foil/internal/worker/prover"
 )
 
 // How a daemon began: what it found of the one before.
@@ -22,6 +23,7 @@ type nodeMetrics struct {
 	evicted   prometheus.Counter
 	conflicts prometheus.Counter
 	keepers   prometheus.Counter
+	proofs    *prometheus.CounterVec
 }
 
 func newMetrics() *nodeMetrics {
@@ -29,13 +31,18 @@ func newMetrics() *nodeMetrics {
 	histogram := func(name, help string) prometheus.Histogram {
 		return prometheus.NewHistogram(prometheus.HistogramOpts{Name: name, Help: help, Buckets: seconds})
 	}
-	return &nodeMetrics{
+	m := &nodeMetrics{
 		ready:     histogram("foil_node_ready_seconds", "From the start of a container's process until its probe said ready (those of foil run: nobody says when others are)."),
 		wait:      histogram("foil_node_read_wait_seconds", "How long reads waited for bytes that were absent: its count is that of the reads."),
 		evicted:   prometheus.NewCounter(prometheus.CounterOpts{Name: "foil_node_evictions_total", Help: "Images that were removed because of the disk limit."}),
 		conflicts: prometheus.NewCounter(prometheus.CounterOpts{Name: "foil_node_toc_conflicts_total", Help: "Rootfs that a registry described by another TOC than before."}),
+		proofs:    prometheus.NewCounterVec(prometheus.CounterOpts{Name: "foil_node_proofs_total", Help: "Tries to prove images, by how they ended: proven, unproven (tried again), failed (not what its layers make: look at once)."}, []string{"result"}),
 		keepers:   prometheus.NewCounter(prometheus.CounterOpts{Name: "foil_node_keeper_restarts_total", Help: "Keepers that died and were replaced. Each is worth a look at the log."}),
 	}
+	for _, phase := range []prover.Phase{prover.Proven, prover.Unproven, prover.Failed} {
+		m.proofs.WithLabelValues(string(phase))
+	}
+	return m
 }
 
 // What is looked up when somebody asks.
@@ -55,6 +62,7 @@ var (
 	descDenied     = describe("gate_denied_total", "Of these: failed with EIO.")
 	descPending    = describe("gate_pending", "Reads that the gate has not answered now.")
 	descImages     = describe("images", "Images, by state.", "state")
+	descProofs     = describe("image_proofs", "Images, by how their proof stands: served, proving, unproven, proven, failed.", "state")
 	descContainers = describe("containers", "Containers of foil run.")
 	descArenas     = describe("arenas", "Arenas, by state; lender: of removed images, kept for what others use of it.", "state")
 	descDisk       = describe("disk_bytes", "What rootfs take on the disk, by the state of their arenas.", "state")
@@ -73,7 +81,7 @@ func describe(name, help string, labels ...string) *prometheus.Desc {
 // Metrics returns what tells of the daemon. It must not be asked after Close.
 func (n *Node) Metrics() prometheus.Collector {
 	m := n.metrics
-	return append(metrics.Collectors{m.ready, m.wait, m.evicted, m.conflicts, m.keepers, state{n}}, n.pulls.Metrics()...)
+	return append(metrics.Collectors{m.ready, m.wait, m.evicted, m.conflicts, m.keepers, m.proofs, state{n}}, n.pulls.Metrics()...)
 }
 
 // state collects what is looked up.
@@ -83,7 +91,7 @@ type state struct{ n *Node }
 func (state) Describe(ch chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{
 		descInfo, descBegan, descWarnings, descRunning, descReceived, descWritten, descStartup, descPromotions, descDamaged, descResumes,
-		descEvents, descWaits, descDenied, descPending, descImages, descContainers, descArenas, descDisk, descLimit, descFree, descSize,
+		descEvents, descWaits, descDenied, descPending, descImages, descProofs, descContainers, descArenas, descDisk, descLimit, descFree, descSize,
 		descKeeper, descServer, descRate,
 	} {
 		ch <- d
@@ -121,6 +129,10 @@ func (s state) Collect(ch chan<- prometheus.Metric) {
 	for _, img := range n.images.List() {
 		images[stateOf(n.store.Get(img.Rootfs))]++
 	}
+	proofs := map[prover.Phase]int{prover.Served: 0, prover.Proving: 0, prover.Unproven: 0, prover.Proven: 0, prover.Failed: 0}
+	for _, img := range n.images.List() {
+		proofs[n.prover.State(n.store.Get(img.Rootfs)).Phase]++
+	}
 	running := 0
 	for _, p := range n.pulls.List() {
 		if !p.Ended() {
@@ -141,6 +153,9 @@ func (s state) Collect(ch chan<- prometheus.Metric) {
 	gauge(descRunning, float64(running))
 	for state, v := range images {
 		gauge(descImages, float64(v), state)
+	}
+	for phase, v := range proofs {
+		gauge(descProofs, float64(v), string(phase))
 	}
 	for state, v := range arenas {
 		gauge(descArenas, float64(v), state)

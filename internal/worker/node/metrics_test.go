@@ -78,7 +78,7 @@ func TestMetrics(t *testing.T) {
 	want := map[string]float64{
 		"start new": 1, "keeper_up": 1,
 		"pulls_total complete": 1, "pulls_total failed": 1, "pull_failures_total not_found": 1, "mount_seconds": 1,
-		"images complete": 1, "arenas complete": 1, "written_bytes_total": size,
+		"image_proofs served": 1, "images complete": 1, "arenas complete": 1, "written_bytes_total": size,
 	}
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Errorf("metrics (-want +got):\n%s", diff)

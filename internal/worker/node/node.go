@@ -39,6 +39,7 @@ import (
 	"hydrofoil.dev/foil/internal/worker/keeper"
 	"hydrofoil.dev/foil/internal/worker/locks"
 	"hydrofoil.dev/foil/internal/worker/origin"
+	"hydrofoil.dev/foil/internal/worker/prover"
 	"hydrofoil.dev/foil/internal/worker/pull"
 	"hydrofoil.dev/foil/internal/worker/remote"
 	"hydrofoil.dev/foil/internal/worker/store"
@@ -62,6 +63,10 @@ type Options struct {
 	// warmed up with.
 	Connect []string
 	WarmUp  int64
+	// ProveWithin is how long an image may be here unproven before it starts no new container; 0: for ever.
+	ProveWithin time.Duration
+	// ProveFirst lists registries whose images are proven before a container starts on them; "*": all are.
+	ProveFirst []string
 	// NoStartup does without startup sets.
 	NoStartup bool
 	// Version is told to clients.
@@ -97,9 +102,10 @@ type Options struct {
 	Listening func()
 
 	// For tests: pull.Options.ClaimWithin, FirstRetry and Stalled, pull.WantedRetry,
-	// store.Options.KeepWarm when not 0; crash is called at named points.
+	// store.Options.KeepWarm when not 0; crash is called at named points; noProofs has nothing proven but by Prove.
 	claimWithin, firstRetry, stalled, wantedRetry, keepWarm time.Duration
 	crash                                                   func(point string)
+	noProofs                                                bool
 }
 
 // Node is the daemon. It implements api.Service.
@@ -123,6 +129,7 @@ type Node struct {
 	images     *images.Set
 	store      *store.Store
 	pulls      *pull.Puller
+	prover     *prover.Prover
 	containers *containers.Set
 
 	ctx  context.Context // ends when the node closes
@@ -245,10 +252,12 @@ func (n *Node) open() (err error) {
 	n.pulls = pull.New(pull.Options{
 		Store: n.store, Images: n.images, Hosts: n.hosts, Logger: n.log, MakeRoom: n.makeRoom,
 		GiveUp: o.GiveUp, Workers: o.Workers, NoStartup: o.NoStartup, NoReports: o.NoReports, ReportSample: o.ReportSample,
-		Credentials: o.Credentials, At: o.crash, ClaimWithin: o.claimWithin, FirstRetry: o.firstRetry, Stalled: o.stalled,
+		Credentials: o.Credentials, Completed: n.completed, At: o.crash, ClaimWithin: o.claimWithin, FirstRetry: o.firstRetry, Stalled: o.stalled,
 	})
+	n.prover = n.newProver()
 	n.containers.Attach(containers.Options{
-		Root: o.Root, Images: n.images, Store: n.store, Pulls: n.pulls, Gate: n.gate, Loop: n.loop,
+		MayStart: n.mayStart,
+		Root:     o.Root, Images: n.images, Store: n.store, Pulls: n.pulls, Gate: n.gate, Loop: n.loop,
 		WantedRetry: o.wantedRetry, Logger: n.log, Warn: n.Warn,
 	})
 	n.containers.DropTraced(n.ctx)
@@ -267,11 +276,14 @@ func (n *Node) open() (err error) {
 	n.mu.Unlock()
 	var again []*images.Image
 	for _, img := range n.images.List() {
-		if r := n.store.Get(img.Rootfs); r == nil || !r.Complete() || r.Broken() != nil {
+		// One that is not what its image says comes again only when somebody asks for it.
+		if r := n.store.Get(img.Rootfs); r == nil || !r.Complete() || r.Broken() != nil && r.Record().Wrong == "" {
 			again = append(again, img.Image)
 		}
 	}
 	n.pulls.GoOn(again, true)
+	n.store.CountUnproven(n.started)
+	n.prover.Start(!n.opts.noProofs)
 	return nil
 }
 
@@ -319,6 +331,9 @@ func (n *Node) Close() error {
 	var errs []error
 	if n.pulls != nil {
 		n.pulls.Stop()
+	}
+	if n.prover != nil {
+		n.prover.Stop()
 	}
 	n.work.Wait()
 	if n.containers != nil {

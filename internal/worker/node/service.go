@@ -84,7 +84,7 @@ func (n *Node) Images(context.Context) ([]api.Image, error) {
 			Created: img.Created,
 		}
 		if r != nil {
-			v.Proof = string(r.Proof())
+			v.Proof = n.prover.State(r).String()
 			v.Files, v.ContentTotal, v.ContentHere = r.Inodes(), r.ContentBytes(), r.Here()
 			if err := r.Broken(); err != nil {
 				v.Why = err.Error()
@@ -127,6 +127,7 @@ func (n *Node) Status(context.Context) (*api.Status, error) {
 	for _, p := range n.pulls.List() {
 		s.Pulls = append(s.Pulls, p.Status())
 	}
+	s.Proofs = n.proofs()
 	slices.SortFunc(s.Pulls, func(a, b api.PullStatus) int { return a.Time.Compare(b.Time) })
 	return s, nil
 }
@@ -198,7 +199,12 @@ func (n *Node) Verify(ctx context.Context, name string, emit func(api.VerifyEven
 		return err
 	}
 	defer release()
-	return n.store.Verify(ctx, r, emit)
+	return n.store.Verify(ctx, r, func(ev api.VerifyEvent) error {
+		if ev.Done {
+			ev.Proof = n.prover.State(r).String()
+		}
+		return emit(ev)
+	})
 }
 
 // lookup returns an image's rootfs, kept from being removed until release.
@@ -256,6 +262,7 @@ func (n *Node) RemoveImage(ctx context.Context, name string) error {
 		}
 		img = n.images.Get(name)
 	}
+	defer n.prover.Pause()() // it keeps what it proves, and what lends to that
 	if err := n.forget(name); err != nil {
 		return err
 	}

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net/url"
+	"time"
 
 	"github.com/opencontainers/go-digest"
 
@@ -111,4 +112,44 @@ func (s *Puller) header(ctx context.Context, r Ref, req api.PullRequest) (encode
 		return nil
 	})
 	return encoded, err
+}
+
+// LayerAnswer is an answer about a layer, which must be closed.
+type LayerAnswer struct {
+	*bundle.LayerReader
+	stream *remote.Stream
+}
+
+// patience is how long is waited for one section of an answer about a layer, whatever signs of life come: a server may
+// have to make a recipe.
+const patience = 5 * time.Minute
+
+// Next returns the next section.
+func (a *LayerAnswer) Next() (any, error) {
+	a.stream.Limit(patience)
+	return a.LayerReader.Next()
+}
+
+// Close ends the answer.
+func (a *LayerAnswer) Close() error { return a.stream.Close() }
+
+// Layer asks the server of an image, by its manifest, about one of its layers: at bundle.RecipePath, or
+// bundle.ContentsPath for contents.
+func (s *Puller) Layer(ctx context.Context, req api.PullRequest, manifest, path string, layer int, contents []bundle.ContentRun) (answer *LayerAnswer, err error) {
+	platform, err := parsePlatform(req.Platform)
+	if err != nil {
+		return nil, err
+	}
+	err = s.Ask(ctx, req, manifest, func(c *remote.Client, query url.Values) error {
+		q := bundle.LayerRequest{
+			Versions: []int{bundle.Version}, Layer: layer, Contents: contents,
+			Image: bundle.ImageRequest{Repository: query.Get("repository"), Reference: query.Get("reference"), Platform: platform},
+		}
+		stream, err := c.Stream(ctx, path, &q, 0)
+		if err == nil {
+			answer = &LayerAnswer{bundle.NewLayerReader(stream, &q), stream}
+		}
+		return err
+	})
+	return answer, err
 }

@@ -472,6 +472,9 @@ func (p *Pull) end(err error) {
 	p.mu.Unlock()
 	if err == nil {
 		p.happened(api.Complete, nil)
+		if s.opts.Completed != nil && p.Claimed() {
+			s.opts.Completed(p.ref.Name, shown)
+		}
 		return
 	}
 	p.happened(api.Failed, err)

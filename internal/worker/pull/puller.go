@@ -50,6 +50,8 @@ type Options struct {
 	// Credentials, when set, has what somebody shows to the registry of an image, by
 	// its name, HOST/REPOSITORY; none: what Hosts has.
 	Credentials func(repository string) credentials.Credential
+	// Completed, when set, is told of each image that a pull has made complete, and what was shown to its registry.
+	Completed func(ref string, shown credentials.Credential)
 	// At is called at named points; a test dies there.
 	At func(point string)
 

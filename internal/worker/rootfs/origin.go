@@ -2,6 +2,7 @@ package rootfs
 
 import (
 	"cmp"
+	"time"
 
 	"hydrofoil.dev/foil/internal/worker/origin"
 )
@@ -25,6 +26,22 @@ func (r *Rootfs) Proof() Proof {
 	return cmp.Or(r.rec.Proof, Served)
 }
 
+// SetProven notes that it is what its image's layers make.
+func (r *Rootfs) SetProven() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.rec.Proof = Proven
+}
+
+// Unproven notes from when on it has been here unproven, once.
+func (r *Rootfs) Unproven(since time.Time) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.rec.Since.IsZero() {
+		r.rec.Since = since
+	}
+}
+
 // Hashed reports whether the contents of its own arena that are not one segment were hashed whole.
 func (r *Rootfs) Hashed() bool {
 	r.mu.Lock()
@@ -32,7 +49,8 @@ func (r *Rootfs) Hashed() bool {
 	return r.rec.Hashed
 }
 
-// Quarantine notes a content that is not what its ID says: nothing may be served from it.
+// Quarantine notes why nothing may be served from it: a content is not what its ID says, or it is not what its
+// image's layers make.
 func (r *Rootfs) Quarantine(why error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -28,6 +28,8 @@ const (
 	PlacementName = "placement"
 	ContentsName  = "contents"
 	OldMetaName   = "meta.erofs.old"
+	// ProofName is a directory: the entry lists of layers that were proven (package proof).
+	ProofName = "proof"
 )
 
 // Record is rootfs.json.
@@ -56,7 +58,10 @@ type Record struct {
 	Proof Proof `json:"proof,omitempty"`
 	// Unwalled: a version that knew no origins laid it out. It may have contents of any origin, and lends none.
 	Unwalled bool `json:"unwalled,omitempty"`
-	// Wrong says which content was hashed whole, and is not what its ID says; empty: none. Nothing is served from it.
+	// Since is from when on it has been here unproven; a version that proved nothing noted none.
+	Since time.Time `json:"since,omitzero"`
+	// Wrong says which content was hashed whole, and is not what its ID says, or why it is not what its image's
+	// layers make; empty: nothing. Nothing is served from it.
 	Wrong string `json:"wrong,omitempty"`
 }
 
@@ -72,6 +77,11 @@ const (
 	// Proven: all layers were hashed here, are those that the image's config names, and make this TOC.
 	Proven Proof = "proven"
 )
+
+// Overdue reports whether a rootfs has been here unproven for longer than within; 0: for ever is not too long.
+func (rec *Record) Overdue(within time.Duration, now time.Time) bool {
+	return within > 0 && rec.Proof != Proven && !rec.Since.IsZero() && now.Sub(rec.Since) > within
+}
 
 // key is the one that a record's directory should have.
 func (rec *Record) key() origin.Key {

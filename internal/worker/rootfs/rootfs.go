@@ -9,6 +9,7 @@
 //	rootfs.json  its record; written last: a directory without one is a
 //	             leftover of a crash, and is removed
 //	toc          the TOC as the server sent it
+//	proof        what is known of its layers (package proof; derived)
 //	placement    for each content the arena it lies in
 //	contents     what its own arena holds (package contents; derived)
 //	meta.erofs   the metadata image (derived); meta.erofs.old: one that was damaged,
@@ -54,7 +55,7 @@ type Rootfs struct {
 	id   digest.Digest
 	mnt  *mounts.Mount
 
-	// rec is what is on the disk. Complete, Meta, Hashed, Proof and Wrong change, and are guarded by mu;
+	// rec is what is on the disk. Complete, Meta, Hashed, Proof, Since and Wrong change, and are guarded by mu;
 	// the rest is written once, before the rootfs is known to anybody.
 	rec Record
 	// ready is closed when its first mount has been made, or has failed.
@@ -523,7 +524,7 @@ func (r *Rootfs) Lends() int {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	switch {
-	case r.contents == nil || r.why != nil || r.rec.Unwalled || r.rec.Origin == "",
+	case r.contents == nil || r.why != nil || r.rec.Wrong != "" || r.rec.Unwalled || r.rec.Origin == "",
 		r.state == Lending && !r.lending.exact,
 		r.state != Lending && !r.recorded:
 		return -1

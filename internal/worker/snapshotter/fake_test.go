@@ -32,11 +32,14 @@ type fakeNode struct {
 	offered map[string]*node.Held // what can be pulled
 	blobs   map[digest.Digest][]byte
 
-	here    map[string]bool
-	proven  map[origin.Key]bool
-	holds   map[digest.Digest]int
-	asked   []string // names of Hold
-	fetched int      // blobs
+	here   map[string]bool
+	proven map[origin.Key]bool
+	holds  map[digest.Digest]int
+
+	provable map[origin.Key]bool // AwaitProof proves it
+	refused  map[origin.Key]error
+	asked    []string // names of Hold
+	fetched  int      // blobs
 }
 
 func (f *fakeNode) ContainerMade(_ origin.Key, id string) { f.told = append(f.told, "made "+id) }
@@ -59,6 +62,23 @@ func (f *fakeNode) Hold(_ context.Context, name string) (*node.Held, error) {
 }
 
 func (f *fakeNode) Proven(key origin.Key) bool { return f.proven[key] }
+
+func (f *fakeNode) Proof(key origin.Key) string {
+	if f.proven[key] {
+		return "proven"
+	}
+	return "served"
+}
+
+func (f *fakeNode) AwaitProof(_ context.Context, key origin.Key) error {
+	if !f.provable[key] {
+		return errors.New("no recipe")
+	}
+	f.proven[key] = true
+	return nil
+}
+
+func (f *fakeNode) MayStart(_ context.Context, key origin.Key) error { return f.refused[key] }
 
 func (f *fakeNode) Release(key origin.Key) {
 	chain := digest.Digest(key)
@@ -100,6 +120,7 @@ type testImage struct {
 
 func newFake() *fakeNode {
 	return &fakeNode{
+		provable: make(map[origin.Key]bool), refused: make(map[origin.Key]error),
 		offered: make(map[string]*node.Held),
 		blobs:   make(map[digest.Digest][]byte),
 		here:    make(map[string]bool),

@@ -56,7 +56,7 @@ func TestLazyImage(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if info.Labels[LabelPath] != PathLazy || info.Labels[LabelReason] == "" || info.Labels[LabelImage] != img.name || info.Labels[LabelRole] != roleRootfs {
+	if info.Labels[LabelPath] != PathLazy || info.Labels[LabelReason] == "" || info.Labels[LabelImage] != img.name || info.Labels[LabelRole] != roleRootfs || info.Labels[LabelProof] != "served" {
 		t.Errorf("labels: %q", info.Labels)
 	}
 	// Another namespace of containerd asks for the same.

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"slices"
+	"time"
 
 	"github.com/containerd/errdefs"
 	"github.com/opencontainers/go-digest"
@@ -38,15 +39,61 @@ func (s *Snapshotter) foreign(r *record, image string) error {
 }
 
 // Claim returns an error if containerd would run an image that it has resolved on the rootfs of another origin's
-// that is not proven. Here a proof will be waited for.
+// that is not proven. It has that one proven, and waits for it for a while.
 func (s *Snapshotter) Claim(h *pull.Header) error {
 	p, err := layersOf(h.Manifest.Bytes, h.Config.Bytes)
 	if err != nil || len(p.chains) == 0 {
 		return nil // whoever asks for it is told
 	}
+	chain := p.chains[len(p.chains)-1]
+	s.mu.Lock()
+	err = s.claims(h.Name, chain)
+	var held origin.Key
+	for _, r := range s.records {
+		if err != nil && r.Chain == chain && r.held != nil && s.foreign(r, h.Name) != nil {
+			held = r.held.Rootfs
+		}
+	}
+	s.mu.Unlock()
+	if err == nil || held == "" {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), claimWithin)
+	defer cancel()
+	if why := s.opts.Node.AwaitProof(ctx, held); why != nil {
+		return fmt.Errorf("%w; its proof was tried just now: %w", err, why)
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.claims(h.Name, p.chains[len(p.chains)-1])
+	return s.claims(h.Name, chain)
+}
+
+// claimWithin is how long Claim waits for a proof: containerd, which asks by the mirror, waits 30 s, and asks again.
+const claimWithin = 15 * time.Second
+
+// mayStart returns an error if no new container may start on what is made on a snapshot.
+func (s *Snapshotter) mayStart(ctx context.Context, parent string) error {
+	if parent == "" || s.opts.Node == nil {
+		return nil
+	}
+	ids, err := s.chain(ctx, parent)
+	if err != nil {
+		return err
+	}
+	var on []origin.Key
+	s.mu.Lock()
+	for _, id := range ids {
+		if r := s.records[id]; r != nil && r.Role == roleRootfs && r.held != nil {
+			on = append(on, r.held.Rootfs)
+		}
+	}
+	s.mu.Unlock()
+	for _, key := range on {
+		if err := s.opts.Node.MayStart(ctx, key); err != nil {
+			return fmt.Errorf("%w: %w", err, errdefs.ErrFailedPrecondition)
+		}
+	}
+	return nil
 }
 
 // claims is Claim for the chain ID of an image. Called with mu held.

@@ -2,6 +2,7 @@ package snapshotter
 
 import (
 	"context"
+	"errors"
 	"strings"
 	"testing"
 
@@ -53,19 +54,21 @@ func TestARootfsIsClaimedByItsOwnOrigin(t *testing.T) {
 	for name, c := range map[string]struct {
 		groups  []string
 		proven  bool
+		soon    bool // it is proven when somebody waits for it
 		refused bool
 	}{
-		"another origin":   {refused: true},
-		"in a group":       {groups: []string{"registry.example other.example"}},
-		"proven":           {proven: true},
-		"not in the group": {groups: []string{"registry.example third.example"}, refused: true},
+		"another origin":    {refused: true},
+		"in a group":        {groups: []string{"registry.example other.example"}},
+		"proven":            {proven: true},
+		"proven when asked": {soon: true},
+		"not in the group":  {groups: []string{"registry.example third.example"}, refused: true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			f := newFake()
 			img := f.add(t, "a", "b")
 			s := openWith(t, f, true, c.groups...)
 			names := pullBy(t, s, img, 0, "")
-			f.proven[img.held.Rootfs] = c.proven
+			f.proven[img.held.Rootfs], f.provable[img.held.Rootfs] = c.proven, c.soon
 			same := f.from(img, "other.example")
 			// containerd would find the snapshots of both layers, and ask for nothing.
 			err := s.Claim(same.header())
@@ -156,4 +159,27 @@ func TestWithoutTheMirrorOneOriginIsLazy(t *testing.T) {
 	}
 	pullBy(t, s, f.from(f.add(t, "c"), "friend.example"), 0, "")
 	remove(t, s, names...)
+}
+
+// On a rootfs that failed its proof, or was not proven in time, nothing starts, and what runs goes on.
+func TestNothingStartsOnWhatIsRefused(t *testing.T) {
+	f := newFake()
+	img := f.add(t, "a", "b")
+	s := openWith(t, f, true)
+	names := pullBy(t, s, img, 0, "")
+	top := names[len(names)-1]
+	if _, err := s.Prepare(t.Context(), "runs", top); err != nil {
+		t.Fatal(err)
+	}
+	f.refused[img.held.Rootfs] = errors.New("it is a lie")
+	_, prepared := s.Prepare(t.Context(), "new", top)
+	_, viewed := s.View(t.Context(), "view", top)
+	for _, err := range []error{prepared, viewed} {
+		if !errdefs.IsFailedPrecondition(err) || !strings.Contains(err.Error(), "it is a lie") {
+			t.Errorf("what is made on it: %v", err)
+		}
+	}
+	if _, err := s.Mounts(t.Context(), "runs"); err != nil {
+		t.Errorf("what runs: %v", err)
+	}
 }

@@ -88,6 +88,11 @@ type Node interface {
 	RootfsUsage(key origin.Key) (size, inodes int64, err error)
 	// Proven reports whether a rootfs is known to be the layers that its chain ID names.
 	Proven(key origin.Key) bool
+	// Proof says how far that is known, for people. AwaitProof has it found out now.
+	Proof(key origin.Key) string
+	AwaitProof(ctx context.Context, key origin.Key) error
+	// MayStart returns an error if no new container may start on a rootfs. It may wait for its proof for a while.
+	MayStart(ctx context.Context, key origin.Key) error
 	// OpenBlob reads a blob of an image from its registry, not verified.
 	OpenBlob(ctx context.Context, name string, blob ocispec.Descriptor) (io.ReadCloser, error)
 }
@@ -126,6 +131,9 @@ const (
 	LabelImage = "hydrofoil.dev/image"
 	// LabelRole of a lazy snapshot is rootfs or layer.
 	LabelRole = "hydrofoil.dev/role"
+	// LabelProof of an image's rootfs says what is known of where its files come from: served, proving N%, proven,
+	// unproven: WHY or failed: WHY.
+	LabelProof = "hydrofoil.dev/proof"
 	// LabelOwners of a snapshot says ownersChanged: see Commit.
 	LabelOwners = "hydrofoil.dev/owners"
 
@@ -320,6 +328,11 @@ func (s *Snapshotter) labelled(info snapshots.Info) snapshots.Info {
 		labels = make(map[string]string)
 	}
 	labels[LabelPath], labels[LabelReason] = r.path()
+	s.mu.Lock()
+	if r.held != nil {
+		labels[LabelProof] = s.opts.Node.Proof(r.held.Rootfs)
+	}
+	s.mu.Unlock()
 	labels[LabelImage], labels[LabelRole] = r.Image, r.Role
 	info.Labels = labels
 	return info
@@ -369,8 +382,9 @@ func (s *Snapshotter) Prepare(ctx context.Context, key, parent string, opts ...s
 			return nil, err
 		}
 		opts = append(opts, snapshots.WithLabels(map[string]string{LabelPath: PathPlain, LabelReason: why}))
+		return s.create(ctx, s.plain.Prepare, key, parent, opts)
 	}
-	return s.create(ctx, s.plain.Prepare, key, parent, opts)
+	return s.start(ctx, s.plain.Prepare, key, parent, opts)
 }
 
 // View makes a snapshot that can be read only.
@@ -379,10 +393,22 @@ func (s *Snapshotter) View(ctx context.Context, key, parent string, opts ...snap
 	if err != nil {
 		return nil, err
 	}
-	return s.create(ctx, s.plain.View, key, parent, opts)
+	return s.start(ctx, s.plain.View, key, parent, opts)
 }
 
 type createFunc func(ctx context.Context, key, parent string, opts ...snapshots.Opt) ([]mount.Mount, error)
+
+// start is create for what no layer is unpacked into: a container's, if it may start.
+func (s *Snapshotter) start(ctx context.Context, create createFunc, key, parent string, opts []snapshots.Opt) ([]mount.Mount, error) {
+	err := s.ready(ctx, parent)
+	if err == nil {
+		err = s.mayStart(ctx, parent)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("prepare snapshot %s: %w", key, err)
+	}
+	return s.create(ctx, create, key, parent, opts)
+}
 
 func (s *Snapshotter) create(ctx context.Context, create createFunc, key, parent string, opts []snapshots.Opt) ([]mount.Mount, error) {
 	if err := s.ready(ctx, parent); err != nil {

@@ -66,15 +66,15 @@ func (s *Store) hash(ctx context.Context, r *Rootfs) (hashed bool, err error) {
 		}
 		if got != content.ID {
 			err := api.Errorf(api.CodeCorrupt, "content %s was hashed whole, and is %s: the server named it falsely; nothing of it is used for other images. Remove the image with `foil rm`, and ask who runs its registry", content.ID, got)
-			return false, s.quarantine(r, err)
+			return false, s.Quarantine(r, err)
 		}
 	}
 	return hashed, nil
 }
 
-// quarantine has nothing served from r any more, now and by a new daemon. It returns why, or what it failed of as
+// Quarantine has nothing served from r any more, now and by a new daemon. It returns why, or what it failed of as
 // well.
-func (s *Store) quarantine(r *Rootfs, why error) error {
+func (s *Store) Quarantine(r *Rootfs, why error) error {
 	r.Quarantine(why)
 	rec := r.Record()
 	if err := r.Save(&rec, durable.Replace); err != nil {

@@ -150,6 +150,7 @@ func (s *Store) layOut(w Wanted) (_ *Rootfs, _ Placement, err error) {
 		Files:   len(t.Inodes),
 		Created: time.Now().UTC(),
 	}
+	rec.Since = rec.Created
 	for i := range t.Contents {
 		rec.Contents += t.Contents[i].Size
 	}

@@ -136,6 +136,9 @@ func (s *Store) shrink(r *Rootfs, borrowers []*Rootfs) (freed int64, err error) 
 		return 0, errors.New("it may be behind the gate still")
 	}
 	// Derived, or of use for a mount only. They make room for the list.
+	if err := os.RemoveAll(ProofDir(r)); err != nil {
+		return 0, err
+	}
 	for _, name := range append([]string{mounts.Image, mounts.Image + ".new", rootfs.OldMetaName, rootfs.TOCName, rootfs.PlacementName, rootfs.BorrowersName}, mounts.Files...) {
 		if err := os.Remove(r.Path(name)); err != nil && !errors.Is(err, os.ErrNotExist) {
 			return 0, err

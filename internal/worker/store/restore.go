@@ -214,6 +214,9 @@ func (x *restoring) setAside(bad map[*Rootfs]error) {
 // openArena opens the arena of a rootfs that is incomplete, and releases that of one
 // that is not.
 func (x *restoring) openArena(r *Rootfs) {
+	if wrong := r.Record().Wrong; wrong != "" && r.Complete() && r.Broken() == nil {
+		r.Break(errors.New(wrong))
+	}
 	if r.Complete() {
 		x.releaseLeft(r)
 		if x.GateLost && r.Broken() == nil && r.Mount().Gated() {

@@ -30,6 +30,7 @@ type Funcs struct {
 	StartupService_  func(ctx context.Context, req api.AboutImage) (*bundle.ServiceReport, error)
 	ForgetStartup_   func(ctx context.Context, req api.AboutImage) error
 	Verify_          func(ctx context.Context, ref string, emit func(api.VerifyEvent) error) error
+	Prove_           func(ctx context.Context, ref string, emit func(api.VerifyEvent) error) error
 	GC_              func(ctx context.Context, req api.GCRequest) (*api.GCReport, error)
 	Status_          func(ctx context.Context) (*api.Status, error)
 }
@@ -144,6 +145,13 @@ func (f Funcs) Verify(ctx context.Context, ref string, emit func(api.VerifyEvent
 		return unsupported("verify")
 	}
 	return f.Verify_(ctx, ref, emit)
+}
+
+func (f Funcs) Prove(ctx context.Context, ref string, emit func(api.VerifyEvent) error) error {
+	if f.Prove_ == nil {
+		return unsupported("prove")
+	}
+	return f.Prove_(ctx, ref, emit)
 }
 
 func (f Funcs) GC(ctx context.Context, req api.GCRequest) (*api.GCReport, error) {
