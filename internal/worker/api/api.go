@@ -140,9 +140,9 @@ type Image struct {
 	Ref          string    `json:"ref"`
 	Digest       string    `json:"digest"`
 	ChainID      string    `json:"chain_id"`
-	Rootfs       string    `json:"rootfs,omitempty"`          // names its directory: <root>/rootfs/ROOTFS
-	State        string    `json:"state"`           // pulling, complete, broken
-	Proof        string    `json:"proof,omitempty"` // served (a server said what its files are), proving N%, proven (its layers were hashed here), unproven: WHY, failed: WHY
+	Rootfs       string    `json:"rootfs,omitempty"` // names its directory: <root>/rootfs/ROOTFS
+	State        string    `json:"state"`            // pulling, complete, broken
+	Proof        string    `json:"proof,omitempty"`  // served (a server said what its files are), proving N%, proven (its layers were hashed here), unproven: WHY, failed: WHY
 	Why          string    `json:"why,omitempty"`
 	Files        int       `json:"files"`
 	ContentTotal int64     `json:"content_total"`
