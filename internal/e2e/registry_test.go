@@ -31,7 +31,7 @@ type front struct {
 	open bool // nobody needs a token
 
 	mu       sync.Mutex
-	valid    string // token
+	valid    map[string]bool // tokens
 	issued   int
 	requests []string // method and path of those that were let through, and how they were answered
 	conns    int      // that were made
@@ -44,7 +44,7 @@ const (
 
 func newFront(t testing.TB, s *server, open bool) *front {
 	t.Helper()
-	f := &front{open: open}
+	f := &front{open: open, valid: map[string]bool{}}
 	proxy := httputil.NewSingleHostReverseProxy(&url.URL{Scheme: "http", Host: s.addr})
 	proxy.FlushInterval = -1
 	proxy.ErrorLog = slog.NewLogLogger(slog.DiscardHandler, slog.LevelDebug)
@@ -65,7 +65,8 @@ func newFront(t testing.TB, s *server, open bool) *front {
 			return
 		}
 		f.mu.Lock()
-		ok := f.open || f.valid != "" && r.Header.Get("Authorization") == "Bearer "+f.valid
+		token, _ := strings.CutPrefix(r.Header.Get("Authorization"), "Bearer ")
+		ok := f.open || f.valid[token]
 		f.mu.Unlock()
 		if !ok {
 			w.Header().Set("WWW-Authenticate", fmt.Sprintf(`Bearer realm="%s/token",service="front"`, f.URL))
@@ -101,15 +102,16 @@ func (f *front) token(w http.ResponseWriter, r *http.Request) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.issued++
-	f.valid = fmt.Sprint("t0ken-", f.issued)
-	_ = json.NewEncoder(w).Encode(map[string]any{"access_token": f.valid, "expires_in": 3600})
+	token := fmt.Sprint("t0ken-", f.issued)
+	f.valid[token] = true
+	_ = json.NewEncoder(w).Encode(map[string]any{"access_token": token, "expires_in": 3600})
 }
 
 // expire makes every token invalid.
 func (f *front) expire() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.valid = ""
+	clear(f.valid)
 }
 
 func (f *front) count(request string) (n int) {

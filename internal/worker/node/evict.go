@@ -185,8 +185,8 @@ func (n *Node) GC(ctx context.Context, req api.GCRequest) (*api.GCReport, error)
 	}
 	n.eviction.Lock()
 	defer n.eviction.Unlock()
+	defer n.prover.Pause()() // it keeps what it proves, and what lends to that
 	if !req.DryRun {
-		defer n.prover.Pause()()
 		n.store.Collect()
 	}
 	d, err := n.store.Disk(nil)
