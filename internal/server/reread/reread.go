@@ -1,0 +1,105 @@
+// Package reread reads configuration files again when they have changed. A file that cannot be
+// used keeps what was read before: an administrator who makes a mistake must neither lock all out nor
+// let all in.
+package reread
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"sync"
+	"syscall"
+	"time"
+)
+
+// File is a file that is read again. Its fields must not change.
+type File[T any] struct {
+	Path string
+	// Parse makes of its bytes what Get returns.
+	Parse func([]byte) (T, error)
+	// Failed is called, once for each change, when the file has changed and cannot be used. It may
+	// be nil.
+	Failed func(error)
+	// Changed is called when it has been read again. It may be nil.
+	Changed func()
+
+	mu      sync.Mutex
+	loaded  bool  // guarded by mu: there is a value
+	value   T     // guarded by mu
+	version stamp // guarded by mu: of the file that was looked at last, used or not
+	missing bool  // guarded by mu: it was not there then
+}
+
+// stamp tells versions of a file apart. Files that are replaced have another inode, those that are
+// written in place another time of change.
+type stamp struct {
+	inode   uint64
+	size    int64
+	changed syscall.Timespec
+	written time.Time
+}
+
+// Get returns what the file says now, or, if it cannot be used, what it said before. The error
+// is of a file that could never be used.
+func (f *File[T]) Get() (T, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	now, err := look(f.Path)
+	if f.loaded && err == nil && now == f.version {
+		return f.value, nil
+	}
+	if f.loaded && err != nil && f.missing {
+		return f.value, nil
+	}
+	f.missing = err != nil
+	var v T
+	if err == nil {
+		v, err = f.read()
+	}
+	again := f.loaded
+	f.version = now
+	if err == nil {
+		f.loaded, f.value = true, v
+		if again && f.Changed != nil {
+			f.Changed()
+		}
+		return f.value, nil
+	}
+	err = fmt.Errorf("%s: %w", f.Path, err)
+	if !again {
+		return v, err
+	}
+	if f.Failed != nil {
+		f.Failed(err)
+	}
+	return f.value, nil
+}
+
+func (f *File[T]) read() (v T, err error) {
+	b, err := os.ReadFile(f.Path)
+	if err != nil {
+		return v, unwrap(err)
+	}
+	return f.Parse(b)
+}
+
+func look(path string) (stamp, error) {
+	info, err := os.Stat(path)
+	if err != nil {
+		return stamp{}, unwrap(err)
+	}
+	s := stamp{size: info.Size(), written: info.ModTime()}
+	if sys, ok := info.Sys().(*syscall.Stat_t); ok {
+		s.inode, s.changed = sys.Ino, sys.Ctim
+	}
+	return s, nil
+}
+
+// unwrap takes the path from an error that will get it anyway.
+func unwrap(err error) error {
+	if e, ok := errors.AsType[*fs.PathError](err); ok {
+		return e.Err
+	}
+	return err
+}
