@@ -1,0 +1,478 @@
+// Package guard is the one place that every endpoint of the server asks who sends a request (package
+// login) and whether they may (package access).
+//
+// # The configuration
+//
+// Both are in one TOML file, read strictly, and read again when it changes. A file that cannot
+// be used keeps the rules and logins that were, and is told in the log.
+//
+//	trusted-proxies = ["10.0.0.0/8"]   # whose X-Forwarded-For is believed
+//	[passwords]                        # package login says what each table has
+//	[tokens]
+//	[external-tokens]
+//	[certificates]
+//	[[issuer]]
+//	[limits]                           # Limits
+//	[[group]]                          # package access says what these have
+//	[[rule]]
+//
+// # What is refused, and how
+//
+// Wrap finds out who sends a request, before any endpoint sees it. Credentials that are wrong are
+// answered with 401, on every path, and never count as none. Endpoints ask Check for each right and
+// repository that they use, as the rules are at that moment, so that a right that is
+// withdrawn is gone with the next request, whatever token there is.
+//
+// What somebody may not pull does not exist. Nobody in particular (anonymous) gets 401 for it, there or not,
+// with the challenge that makes clients log in. Others get what is said of a repository that there is not: endpoints
+// answer from catalog.Hide, which asks the catalog as often. What somebody may pull and not change is 403.
+// /v2/ and the catalog are 401 without credentials, since clients look there for how to log in; a token of
+// anonymous counts as some.
+//
+// A nil *Guard is of a server that is open: everybody may do everything.
+package guard
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"math"
+	"net/http"
+	"net/netip"
+	"strconv"
+	"strings"
+
+	"github.com/pelletier/go-toml/v2"
+	"github.com/prometheus/client_golang/prometheus"
+
+	"hydrofoil.dev/foil/internal/metrics"
+	"hydrofoil.dev/foil/internal/server/access"
+	"hydrofoil.dev/foil/internal/server/login"
+	"hydrofoil.dev/foil/internal/server/reread"
+)
+
+// Options configure a Guard.
+type Options struct {
+	// File is the configuration. Required.
+	File string
+	// Keys is the file of the keys that sign tokens; it is made when missing. Required.
+	Keys string
+	// Audit takes a line of JSON for each decision; nil: none are written.
+	Audit io.Writer
+	// Log takes what clients are not told; nil means slog.Default.
+	Log *slog.Logger
+}
+
+// Guard says who may do what.
+type Guard struct {
+	log       *slog.Logger
+	audit     *slog.Logger // nil: there is none
+	file      *reread.File[*policy]
+	decisions *prometheus.CounterVec
+	logins    *prometheus.CounterVec
+	limited   *prometheus.CounterVec
+}
+
+// policy is what one version of the configuration says.
+type policy struct {
+	rules   *access.Rules
+	logins  *login.Logins
+	proxies []netip.Prefix
+	quotas  *quotas
+}
+
+// config is the file.
+type config struct {
+	login.Config
+	Proxies []netip.Prefix       `toml:"trusted-proxies"`
+	Limits  Limits               `toml:"limits"`
+	Groups  []access.GroupConfig `toml:"group"`
+	Rules   []access.RuleConfig  `toml:"rule"`
+}
+
+// parse reads a configuration, strictly. An error says where.
+func parse(b []byte) (c config, rules *access.Rules, err error) {
+	d := toml.NewDecoder(bytes.NewReader(b))
+	d.DisallowUnknownFields()
+	if err := d.Decode(&c); err != nil {
+		if unknown, ok := errors.AsType[*toml.StrictMissingError](err); ok && len(unknown.Errors) > 0 {
+			e := unknown.Errors[0]
+			line, _ := e.Position()
+			return c, nil, fmt.Errorf("line %d: there is no setting %s: docs/access.md has those there are", line, strings.Join(e.Key(), "."))
+		}
+		if decode, ok := errors.AsType[*toml.DecodeError](err); ok {
+			line, column := decode.Position()
+			return c, nil, fmt.Errorf("line %d, column %d: %w", line, column, err)
+		}
+		return c, nil, err
+	}
+	rules, err = access.New(c.Rules, c.Groups)
+	return c, rules, err
+}
+
+// ParseRules reads the rules of a configuration, for explanations.
+func ParseRules(b []byte) (*access.Rules, error) {
+	_, rules, err := parse(b)
+	return rules, err
+}
+
+// Open reads the configuration.
+func Open(o Options) (*Guard, error) {
+	if o.Log == nil {
+		o.Log = slog.Default()
+	}
+	state, err := login.Open(o.Keys, o.Log)
+	if err != nil {
+		return nil, err
+	}
+	g := &Guard{
+		log: o.Log,
+		decisions: metrics.Counters(prometheus.CounterOpts{Name: "foil_serve_access_total",
+			Help: "Decisions about rights, by the right that was asked for."}, []string{"right", "result"}, decisionLabels()...),
+		logins: metrics.Counters(prometheus.CounterOpts{Name: "foil_serve_logins_total",
+			Help: "Requests by how their sender is known; failed: the credentials do not count; slowed: after too many failures, or logins at once."}, []string{"way", "result"}, loginLabels()...),
+		limited: metrics.Counters(prometheus.CounterOpts{Name: "foil_serve_limited_total",
+			Help: "Requests that were answered with 429 because their client has sent too many, a second (requests) or at once (parallel)."}, []string{"limit"}, metrics.Each(limitRequests, limitParallel)...),
+	}
+	if o.Audit != nil {
+		g.audit = slog.New(slog.NewJSONHandler(o.Audit, nil))
+	}
+	g.file = &reread.File[*policy]{
+		Path: o.File,
+		Parse: func(b []byte) (*policy, error) {
+			c, rules, err := parse(b)
+			if err != nil {
+				return nil, err
+			}
+			logins, err := login.New(c.Config, state)
+			if err != nil {
+				return nil, err
+			}
+			quotas, err := newQuotas(c.Limits)
+			return &policy{rules: rules, logins: logins, proxies: c.Proxies, quotas: quotas}, err
+		},
+		Failed:  func(err error) { g.log.Error("rules and logins stay as they were", "error", err) },
+		Changed: func() { g.log.Info("rules and logins were read again", "file", o.File) },
+	}
+	p, err := g.file.Get()
+	if err == nil && !p.logins.Any() && !p.rules.Names(access.Subject{Name: access.Anonymous}) {
+		err = fmt.Errorf("%s: nobody can log in, and no rule allows anonymous anything: docs/access.md has examples", o.File)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("rules of access: %w", err)
+	}
+	return g, nil
+}
+
+func decisionLabels() (all [][]string) {
+	for _, r := range access.Rights() {
+		all = append(all, []string{r.String(), "allowed"}, []string{r.String(), "denied"})
+	}
+	return all
+}
+
+func loginLabels() (all [][]string) {
+	for _, way := range login.Ways {
+		for _, result := range []string{"known", "failed", "slowed"} {
+			all = append(all, []string{way, result})
+		}
+	}
+	return all
+}
+
+// Metrics returns what tells of decisions and logins.
+func (g *Guard) Metrics() metrics.Collectors {
+	if g == nil {
+		return nil
+	}
+	return metrics.Collectors{g.decisions, g.limited, g.logins}
+}
+
+// Logins are the ways to log in, as they are now.
+func (g *Guard) Logins() *login.Logins { return g.now().logins }
+
+// now is the policy that counts.
+func (g *Guard) now() *policy {
+	p, _ := g.file.Get() // it was read once, and stays
+	return p
+}
+
+// caller is who sends a request.
+type caller struct {
+	login.Identity
+	address netip.Addr
+	request *http.Request
+}
+
+type callerKey struct{}
+
+func from(ctx context.Context) *caller {
+	c, _ := ctx.Value(callerKey{}).(*caller)
+	return c
+}
+
+// Subject names who sends a request; empty where the server is open.
+func Subject(ctx context.Context) string {
+	if c := from(ctx); c != nil {
+		return c.Name
+	}
+	return ""
+}
+
+// Address is where a request comes from, behind proxies that are trusted the client's own. Not valid where the server is
+// open.
+func Address(ctx context.Context) netip.Addr {
+	if c := from(ctx); c != nil {
+		return c.address
+	}
+	return netip.Addr{}
+}
+
+// Wrap finds out who sends each request. open is for paths that ask nobody: whatever credentials a
+// request has are passed over there.
+func (g *Guard) Wrap(next http.Handler, open func(*http.Request) bool) http.Handler {
+	if g == nil {
+		return next
+	}
+	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		p := g.now()
+		c := &caller{address: p.address(req), request: req}
+		if open(req) {
+			c.Name, c.Way = access.Anonymous, login.WayNone
+		} else {
+			id, err := p.logins.Identify(req, c.address)
+			if err != nil {
+				g.failed(w, req, p, c.address, err)
+				return
+			}
+			c.Identity = *id
+			g.logins.WithLabelValues(id.Way, "known").Inc()
+		}
+		end, beyond, after := p.quotas.begin(clientOf(c, open(req)))
+		if beyond != "" {
+			g.tooMany(w, beyond, after)
+			return
+		}
+		defer end()
+		next.ServeHTTP(w, req.WithContext(context.WithValue(req.Context(), callerKey{}, c)))
+	})
+}
+
+// Token is the built-in token service.
+func (g *Guard) Token(w http.ResponseWriter, req *http.Request) {
+	p := g.now()
+	address := p.address(req)
+	id, err := p.logins.Token(req, w, address)
+	if err != nil {
+		g.failed(w, req, p, address, err)
+		return
+	}
+	g.logins.WithLabelValues(id.Way, "known").Inc()
+	if g.audit != nil {
+		g.audit.Info("token", "subject", id.Name, "way", id.Way, "address", address.String())
+	}
+}
+
+// failed answers a request whose credentials do not count.
+func (g *Guard) failed(w http.ResponseWriter, req *http.Request, p *policy, address netip.Addr, err error) {
+	e, ok := errors.AsType[*login.Error](err)
+	if !ok {
+		g.log.Error("login failed", "path", req.URL.Path, "error", err)
+		answer(w, http.StatusInternalServerError, "INTERNAL", "the registry failed; its log says why")
+		return
+	}
+	result := "failed"
+	if e.After > 0 {
+		result = "slowed"
+	}
+	g.logins.WithLabelValues(e.Way, result).Inc()
+	// Neither names nor tokens: what is wrong is often a password in the wrong field.
+	g.log.Info("login refused", "way", e.Way, "address", address.String(), "why", e.Message, "reason", e.Reason)
+	if g.audit != nil {
+		g.audit.Info("login", "decision", "refused", "way", e.Way, "address", address.String(), "method", req.Method, "path", req.URL.Path, "why", e.Message)
+	}
+	if e.After > 0 {
+		w.Header().Set("Retry-After", strconv.Itoa(int(math.Ceil(e.After.Seconds()))))
+		answer(w, http.StatusTooManyRequests, "TOOMANYREQUESTS", e.Message)
+		return
+	}
+	if challenge := p.logins.Challenge(req, "", true); challenge != "" {
+		w.Header().Set("Www-Authenticate", challenge)
+	}
+	answer(w, http.StatusUnauthorized, "UNAUTHORIZED", e.Message)
+}
+
+// answer writes an error as the distribution API has it. It has the fields of a bundle.Error
+// besides, for workers.
+func answer(w http.ResponseWriter, status int, code, message string) {
+	type one struct {
+		Code    string `json:"code"`
+		Message string `json:"message"`
+	}
+	b, err := json.Marshal(struct {
+		Errors []one `json:"errors"`
+	}{[]one{{code, message}}})
+	if err != nil {
+		b = nil
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.Header().Set("Content-Length", strconv.Itoa(len(b)))
+	w.WriteHeader(status)
+	_, _ = w.Write(b) // the client has gone if this fails
+}
+
+// Denied is a right that somebody does not have.
+type Denied struct {
+	Right      access.Right // 0: to be known at all
+	Repository string
+	// Unknown: nobody in particular asks, who may log in.
+	Unknown bool
+	// Challenge is what WWW-Authenticate says, if Unknown; it may be empty.
+	Challenge string
+}
+
+func (e *Denied) Error() string {
+	if e.Unknown {
+		return "log in: this needs to know who you are, and that you may"
+	}
+	if e.Repository == "" {
+		return fmt.Sprintf("you lack the right %s on this server", e.Right)
+	}
+	return fmt.Sprintf("you lack the right %s on %s", e.Right, e.Repository)
+}
+
+// Write answers a request with the error, in the distribution API's way.
+func (e *Denied) Write(w http.ResponseWriter) {
+	if !e.Unknown {
+		answer(w, http.StatusForbidden, "DENIED", e.Error())
+		return
+	}
+	e.SetChallenge(w)
+	answer(w, http.StatusUnauthorized, "UNAUTHORIZED", e.Error())
+}
+
+// SetChallenge tells the client how to log in.
+func (e *Denied) SetChallenge(w http.ResponseWriter) {
+	if e.Challenge != "" {
+		w.Header().Set("Www-Authenticate", e.Challenge)
+	}
+}
+
+// errUnguarded is of an endpoint that was reached without Wrap.
+var errUnguarded = errors.New("a request came past the guard")
+
+// Check reports whether who sends a request may use a right on a repository ("": the server) now. about is what of
+// it they want, for the audit log: a digest or a tag. Errors: *Denied.
+func (g *Guard) Check(ctx context.Context, right access.Right, repository string, about ...string) error {
+	if right == 0 {
+		return &Denied{Repository: repository} // an endpoint without a right is closed, on open servers too
+	}
+	if g == nil {
+		return nil
+	}
+	c := from(ctx)
+	if c == nil {
+		return errUnguarded
+	}
+	p := g.now()
+	allowed, rule := p.allows(c, right, repository)
+	g.decided(c, right, repository, about, allowed, rule)
+	if allowed {
+		return nil
+	}
+	d := &Denied{Right: right, Repository: repository, Unknown: c.Name == access.Anonymous}
+	if d.Unknown {
+		d.Challenge = p.logins.Challenge(c.request, login.Scope(right, repository), false)
+	}
+	return d
+}
+
+// Known reports whether a request had credentials, where there are any. Errors: *Denied.
+func (g *Guard) Known(ctx context.Context, scope string) error {
+	if g == nil {
+		return nil
+	}
+	c := from(ctx)
+	if c == nil {
+		return errUnguarded
+	}
+	p := g.now()
+	if c.Shown || !p.logins.Any() {
+		return nil
+	}
+	return &Denied{Unknown: true, Challenge: p.logins.Challenge(c.request, scope, false)}
+}
+
+// May is Check for one of many, as the names in a list: it is in no log.
+func (g *Guard) May(ctx context.Context, right access.Right, repository string) bool {
+	if g == nil {
+		return true
+	}
+	c := from(ctx)
+	if c == nil {
+		return false
+	}
+	allowed, _ := g.now().allows(c, right, repository)
+	return allowed
+}
+
+// Hides reports whether err says that what was asked for is to look as if it were not there.
+func Hides(err error) bool {
+	d, ok := errors.AsType[*Denied](err)
+	return ok && d.Right == access.Pull && !d.Unknown
+}
+
+func (p *policy) allows(c *caller, right access.Right, repository string) (bool, *access.Rule) {
+	allowed, rule := p.rules.Decide(c.Subject, right, repository)
+	return allowed && c.Within(right, repository), rule
+}
+
+func (g *Guard) decided(c *caller, right access.Right, repository string, about []string, allowed bool, rule *access.Rule) {
+	result := "denied"
+	if allowed {
+		result = "allowed"
+	}
+	g.decisions.WithLabelValues(right.String(), result).Inc()
+	if g.audit == nil {
+		return
+	}
+	name := ""
+	if rule != nil {
+		name = rule.Name
+	}
+	g.audit.Info("access", "subject", c.Name, "way", c.Way, "address", c.address.String(), "right", right.String(),
+		"repository", repository, "about", strings.Join(about, " "), "decision", result, "rule", name,
+		"method", c.request.Method, "path", c.request.URL.Path)
+}
+
+// address is where a request comes from: of those that proxies name, the last that is not itself a proxy that
+// is trusted.
+func (p *policy) address(req *http.Request) netip.Addr {
+	peer, err := netip.ParseAddrPort(req.RemoteAddr)
+	if err != nil {
+		return netip.Addr{}
+	}
+	a := peer.Addr().Unmap()
+	hops := strings.Split(strings.Join(req.Header.Values("X-Forwarded-For"), ","), ",")
+	for n := len(hops) - 1; n >= 0 && p.trusts(a); n-- {
+		hop, err := netip.ParseAddr(strings.TrimSpace(hops[n]))
+		if err != nil {
+			break // the proxy that is trusted named nobody
+		}
+		a = hop.Unmap()
+	}
+	return a
+}
+
+func (p *policy) trusts(a netip.Addr) bool {
+	for _, prefix := range p.proxies {
+		if prefix.Contains(a) {
+			return true
+		}
+	}
+	return false
+}

@@ -1,0 +1,281 @@
+package guard_test
+
+import (
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/go-jose/go-jose/v4"
+	"github.com/go-jose/go-jose/v4/jwt"
+	"golang.org/x/crypto/bcrypt"
+
+	"hydrofoil.dev/foil/internal/metrics/metricstest"
+	"hydrofoil.dev/foil/internal/server/access"
+	"hydrofoil.dev/foil/internal/server/guard"
+)
+
+const docs = "../../../docs/access.md"
+
+// setup returns a configuration of the document.
+func setup(t *testing.T, name string) string {
+	t.Helper()
+	b, err := os.ReadFile(docs)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, after, found := strings.Cut(string(b), "<!-- "+name+" -->\n")
+	if !found {
+		t.Fatalf("%s has no set-up %s", docs, name)
+	}
+	var config strings.Builder
+	for line := range strings.Lines(after) {
+		if line != "\n" && !strings.HasPrefix(line, "    ") {
+			break
+		}
+		config.WriteString(strings.TrimPrefix(line, "    "))
+	}
+	return config.String()
+}
+
+// issuer is one of the document's, here.
+type issuer struct {
+	*httptest.Server
+	t   *testing.T
+	key *ecdsa.PrivateKey
+}
+
+func newIssuer(t *testing.T) *issuer {
+	t.Helper()
+	i := &issuer{t: t}
+	var err error
+	if i.key, err = ecdsa.GenerateKey(elliptic.P256(), rand.Reader); err != nil {
+		t.Fatal(err)
+	}
+	mux := http.NewServeMux()
+	mux.HandleFunc("GET /.well-known/openid-configuration", func(w http.ResponseWriter, _ *http.Request) {
+		fmt.Fprintf(w, `{"issuer": %q, "jwks_uri": %q, "id_token_signing_alg_values_supported": ["ES256"]}`, i.URL, i.URL+"/keys")
+	})
+	mux.HandleFunc("GET /keys", func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write(i.keys()) })
+	i.Server = httptest.NewServer(mux)
+	t.Cleanup(i.Close)
+	return i
+}
+
+func (i *issuer) keys() []byte {
+	b, err := json.Marshal(jose.JSONWebKeySet{Keys: []jose.JSONWebKey{{Key: i.key.Public(), KeyID: "1"}}})
+	if err != nil {
+		panic(err)
+	}
+	return b
+}
+
+func (i *issuer) token(iss string, claims map[string]any) string {
+	i.t.Helper()
+	signer, err := jose.NewSigner(jose.SigningKey{Algorithm: jose.ES256, Key: i.key}, new(jose.SignerOptions).WithHeader("kid", "1"))
+	if err != nil {
+		i.t.Fatal(err)
+	}
+	s, err := jwt.Signed(signer).Claims(jwt.Claims{Issuer: iss, Subject: "s", Audience: jwt.Audience{"registry.example"}, Expiry: jwt.NewNumericDate(time.Now().Add(time.Hour))}).
+		Claims(claims).Serialize()
+	if err != nil {
+		i.t.Fatal(err)
+	}
+	return s
+}
+
+// open reads a configuration, whose files are below dir.
+func open(t *testing.T, dir, config string) *guard.Guard {
+	t.Helper()
+	file := filepath.Join(dir, "access.toml")
+	if err := os.WriteFile(file, []byte(config), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	g, err := guard.Open(guard.Options{File: file, Keys: filepath.Join(dir, "keys.json"), Log: slog.New(slog.DiscardHandler)})
+	if err != nil {
+		t.Fatalf("%v\n%s", err, config)
+	}
+	return g
+}
+
+// ask says whether a request may: "yes", "no", "login" (401) or "wrong" (credentials).
+func ask(g *guard.Guard, authorize func(*http.Request), right access.Right, repository string) string {
+	said := "wrong"
+	h := g.Wrap(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		err := g.Check(req.Context(), right, repository)
+		d, denied := errors.AsType[*guard.Denied](err)
+		switch {
+		case err == nil:
+			said = "yes"
+		case denied && d.Unknown:
+			said = "login"
+		case denied:
+			said = "no"
+		default:
+			said = err.Error()
+		}
+	}), func(*http.Request) bool { return false })
+	req := httptest.NewRequest("GET", "/v2/", nil)
+	if authorize != nil {
+		authorize(req)
+	}
+	h.ServeHTTP(httptest.NewRecorder(), req)
+	return said
+}
+
+// The set-ups of the document do what it says.
+func TestSetUps(t *testing.T) {
+	cluster, ci := newIssuer(t), newIssuer(t)
+	as := func(user string) func(*http.Request) {
+		return func(r *http.Request) { r.SetBasicAuth(user, "password of "+user) }
+	}
+	with := func(token string) func(*http.Request) {
+		return func(r *http.Request) { r.SetBasicAuth("ci", token) }
+	}
+	job := func(project, ref, kind string) func(*http.Request) {
+		return with(ci.token(ci.URL, map[string]any{"project_path": project, "ref": ref, "ref_protected": "true", "ref_type": kind}))
+	}
+	pod := func(namespace, account string) func(*http.Request) {
+		return with(cluster.token("https://kubernetes.default.svc.cluster.local", map[string]any{
+			"kubernetes.io": map[string]any{"namespace": namespace, "serviceaccount": map[string]any{"name": account}}}))
+	}
+	type question struct {
+		who        func(*http.Request)
+		right      access.Right
+		repository string
+		want       string
+	}
+	for name, questions := range map[string][]question{
+		"one-user": {
+			{as("ann"), access.Push, "any/thing", "yes"}, {as("ann"), access.Admin, "", "yes"}, {as("bob"), access.Pull, "any", "no"},
+			{nil, access.Pull, "any", "login"}, {as("nobody"), access.Pull, "any", "wrong"},
+		},
+		"team": {
+			{as("ann"), access.Pull, "team/release/app", "yes"}, {as("ann"), access.Push, "team/release/app", "no"}, {as("bob"), access.Push, "team/dev/app", "yes"},
+			{as("publisher"), access.Pull, "team/app", "no"}, {nil, access.Pull, "team/app", "login"},
+			{job("team/app", "main", "branch"), access.Push, "team/release/app", "yes"}, {job("team/app", "main", "branch"), access.Push, "team/dev/app", "no"},
+			{job("team/app", "try", "branch"), access.Push, "team/release/app", "no"}, {job("team/app", "try", "branch"), access.Pull, "team/release/app", "yes"},
+			{job("other/app", "main", "branch"), access.Pull, "team/release/app", "no"}, {job("team/app", "main", "tag"), access.Pull, "team/app", "wrong"},
+		},
+		"kubernetes": {
+			{pod("prod", "app"), access.Pull, "release/app", "yes"}, {pod("prod", "app"), access.Push, "release/app", "no"}, {pod("prod", "app"), access.Pull, "team/app", "no"},
+			{pod("ci", "builder"), access.Push, "release/app", "yes"}, {pod("ci", "other"), access.Pull, "release/app", "no"}, {pod("prod/app", "x"), access.Pull, "release/app", "wrong"},
+			{nil, access.Pull, "release/app", "login"},
+		},
+		"public": {
+			{nil, access.Pull, "any/thing", "yes"}, {as("ann"), access.Pull, "any", "yes"}, {nil, access.Push, "any", "login"}, {as("ann"), access.Push, "any", "no"},
+			{as("publisher"), access.Push, "any", "yes"}, {as("publisher"), access.Admin, "", "no"},
+		},
+		"upstream": {
+			{as("ann"), access.Pull, "library/app", "yes"}, {as("ann"), access.Pull, "private/app", "no"}, {nil, access.Pull, "library/app", "login"},
+			{as("upstream"), access.Push, "private/app", "yes"}, {as("ann"), access.Push, "library/app", "no"},
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			dir := t.TempDir()
+			var passwords strings.Builder
+			for _, u := range []string{"ann", "bob", "publisher", "upstream"} {
+				hash, err := bcrypt.GenerateFromPassword([]byte("password of "+u), bcrypt.MinCost)
+				if err != nil {
+					t.Fatal(err)
+				}
+				fmt.Fprintf(&passwords, "%s:%s\n", u, hash)
+			}
+			for file, b := range map[string][]byte{"htpasswd": []byte(passwords.String()), "cluster-keys.json": cluster.keys()} {
+				if err := os.WriteFile(filepath.Join(dir, file), b, 0o600); err != nil {
+					t.Fatal(err)
+				}
+			}
+			config := strings.ReplaceAll(setup(t, name), "/etc/foil/", dir+"/")
+			g := open(t, dir, strings.ReplaceAll(config, "https://gitlab.example", ci.URL))
+			for i, q := range questions {
+				if got := ask(g, q.who, q.right, q.repository); got != q.want {
+					t.Errorf("%d: %s of %s: %s, want %s", i, q.right, q.repository, got, q.want)
+				}
+			}
+		})
+	}
+}
+
+// A guard that is there lets nobody past who came around it, and no endpoint without a right.
+func TestClosed(t *testing.T) {
+	dir := t.TempDir()
+	g := open(t, dir, "[[rule]]\nto = [\"everyone\"]\nallow = [\"pull\"]\nrepositories = [\"**\"]\n")
+	if err := g.Check(t.Context(), access.Pull, "a"); err == nil {
+		t.Error("a request without a caller may pull")
+	}
+	if g.May(t.Context(), access.Pull, "a") {
+		t.Error("a request without a caller may")
+	}
+	if got := ask(g, nil, access.Pull, "a"); got != "yes" {
+		t.Errorf("everyone: %s", got)
+	}
+	if got := ask(g, nil, 0, "a"); got == "yes" {
+		t.Error("an endpoint without a right is open")
+	}
+	var none *guard.Guard
+	if err := none.Check(t.Context(), access.Pull, "a"); err != nil {
+		t.Errorf("an open server: %v", err)
+	}
+	if err := none.Check(t.Context(), 0, "a"); err == nil {
+		t.Error("an endpoint without a right is open on an open server")
+	}
+}
+
+func TestMetricsAreDocumented(t *testing.T) {
+	g := open(t, t.TempDir(), "[[rule]]\nto = [\"everyone\"]\nallow = [\"pull\"]\nrepositories = [\"**\"]\n")
+	metricstest.Table(t, "../../../docs/metrics.md", "access", g.Metrics())
+}
+
+// A client that sends too much is told to wait; others, and the same subject elsewhere, are not.
+func TestLimits(t *testing.T) {
+	g := open(t, t.TempDir(), "[limits]\nrequests = 0.001\nburst = 3\nparallel = 1\n[[rule]]\nto = [\"everyone\"]\nallow = [\"pull\"]\nrepositories = [\"**\"]\n")
+	inside, leave := make(chan struct{}), make(chan struct{})
+	h := g.Wrap(http.HandlerFunc(func(_ http.ResponseWriter, req *http.Request) {
+		if req.URL.Path == "/wait" {
+			close(inside)
+			<-leave
+		}
+	}), func(*http.Request) bool { return false })
+	send := func(address, path string) *httptest.ResponseRecorder {
+		req := httptest.NewRequest("GET", path, nil)
+		req.RemoteAddr = address
+		w := httptest.NewRecorder()
+		h.ServeHTTP(w, req)
+		return w
+	}
+	const one, other = "192.0.2.1:1", "192.0.2.2:1"
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		send(one, "/wait")
+	}()
+	<-inside
+	if w := send(one, "/"); w.Code != 429 || !strings.Contains(w.Body.String(), "at once") || w.Header().Get("Retry-After") == "" {
+		t.Errorf("a second one at once: %d %s", w.Code, w.Body)
+	}
+	if w := send(other, "/"); w.Code != 200 {
+		t.Errorf("another address: %d", w.Code)
+	}
+	close(leave)
+	<-done
+	if w := send(one, "/"); w.Code != 200 {
+		t.Errorf("when the first has ended: %d", w.Code)
+	}
+	if w := send(one, "/"); w.Code != 429 || !strings.Contains(w.Body.String(), "a second") {
+		t.Errorf("a fourth one: %d %s", w.Code, w.Body)
+	}
+	if w := send(other, "/"); w.Code != 200 {
+		t.Errorf("another address: %d", w.Code)
+	}
+}
