@@ -26,11 +26,13 @@ export FOIL_TEST_CONTAINERD1 ?= $(CACHE)/containerd1
 export FOIL_TEST_CONTAINERD2 ?= $(CACHE)/containerd2
 # runc as pods in user namespaces need it.
 export FOIL_TEST_RUNC ?= $(CACHE)/runc
+# The kubelet, and for test-kubernetes a control plane.
+export FOIL_TEST_KUBELET ?= $(CACHE)/kubernetes
 # What the server must pass, and a registry in front of which it is put: distribution 3.
 export FOIL_TEST_CONFORMANCE ?= $(CACHE)/bin/conformance
 export FOIL_TEST_REGISTRY ?= $(CACHE)/bin/registry
 
-.PHONY: build bin/bench test lint vet unit race demo bench bench-server bench-go fuzz deps tidy clean
+.PHONY: build bin/bench test test-kubernetes lint vet unit race demo bench bench-server bench-go fuzz deps tidy clean
 
 build:
 	CGO_ENABLED=0 $(GO) build -trimpath -buildvcs=false -ldflags '$(LDFLAGS)' -o bin/foil ./cmd/foil
@@ -46,7 +48,7 @@ deps:
 test: deps vet lint race unit
 
 vet:
-	@bad=$$(gofmt -l cmd internal bench tools); test -z "$$bad" || { echo "not formatted (run gofmt -w):"; echo "$$bad"; exit 1; }
+	@bad=$$(gofmt -l cmd deploy internal bench tools); test -z "$$bad" || { echo "not formatted (run gofmt -w):"; echo "$$bad"; exit 1; }
 	$(GO) vet ./...
 	cd bench && $(GO) vet ./...
 
@@ -67,9 +69,17 @@ $(CACHE)/containerd%/containerd: tools/containerd%/go.mod tools/containerd%/go.s
 	cd tools/containerd$* && CGO_ENABLED=0 $(GO) build -trimpath -ldflags '-s -w' -o $(@D)/ \
 		$$($(GO) list -f '{{if eq .Name "main"}}{{.ImportPath}}{{end}}' tool)
 
-# runc enters namespaces in C; without libseccomp, whose headers nothing else needs.
-$(CACHE)/runc/runc: tools/runc/go.mod tools/runc/go.sum
-	cd tools/runc && CGO_ENABLED=1 $(GO) build -trimpath -ldflags '-s -w' -o $(@D)/ github.com/opencontainers/runc
+# runc enters namespaces in C. Without seccomp it refuses every pod of a kubelet.
+$(CACHE)/runc/runc: tools/runc/go.mod tools/runc/go.sum Makefile
+	cd tools/runc && CGO_ENABLED=1 $(GO) build -trimpath -tags seccomp -ldflags '-s -w' -o $(@D)/ github.com/opencontainers/runc
+
+# The programs ask each other for their versions, which are those of the module.
+$(CACHE)/kubernetes/etcd: KUBERNETES_PACKAGE = go.etcd.io/etcd/server/v3
+$(CACHE)/kubernetes/%: KUBERNETES_PACKAGE = k8s.io/kubernetes/cmd/$*
+$(CACHE)/kubernetes/%: tools/kubernetes/go.mod tools/kubernetes/go.sum
+	cd tools/kubernetes && version=$$($(GO) list -m -f '{{.Version}}' k8s.io/kubernetes) && CGO_ENABLED=0 $(GO) build -trimpath \
+		-ldflags "-s -w -X k8s.io/component-base/version.gitVersion=$$version -X k8s.io/client-go/pkg/version.gitVersion=$$version" \
+		-o $@ $(KUBERNETES_PACKAGE)
 
 $(CACHE)/bin/conformance: tools/conformance/go.mod tools/conformance/go.sum
 	cd tools/conformance && CGO_ENABLED=0 $(GO) build -trimpath -ldflags '-s -w' -o $@ github.com/opencontainers/distribution-spec/conformance
@@ -77,8 +87,13 @@ $(CACHE)/bin/conformance: tools/conformance/go.mod tools/conformance/go.sum
 $(CACHE)/bin/registry: tools/registry/main.go tools/registry/go.mod tools/registry/go.sum
 	cd tools/registry && CGO_ENABLED=0 $(GO) build -trimpath -ldflags '-s -w' -o $@ .
 
-unit: $(CACHE)/containerd1/containerd $(CACHE)/containerd2/containerd $(CACHE)/runc/runc $(CACHE)/bin/conformance $(CACHE)/bin/registry
+unit: $(CACHE)/containerd1/containerd $(CACHE)/containerd2/containerd $(CACHE)/runc/runc $(CACHE)/kubernetes/kubelet $(CACHE)/bin/conformance $(CACHE)/bin/registry
 	cd bench && $(GO) run ./cmd/gotest -C .. $(TESTFLAGS) -- . bench
+
+# A whole Kubernetes, whose programs take some minutes more to build: pods by Deployments, limits, the
+# manifests of deploy/kubernetes. `make test` has the kubelet alone.
+test-kubernetes: deps $(addprefix $(CACHE)/kubernetes/,kubelet etcd kube-apiserver kube-scheduler kube-controller-manager) $(CACHE)/containerd2/containerd $(CACHE)/runc/runc
+	$(GO) test $(TESTFLAGS) -v -run 'Kubelet|Kubernetes|Install' ./internal/e2e
 
 demo: build
 	@scripts/deps demo

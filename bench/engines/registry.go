@@ -27,7 +27,7 @@ const RegistryAddr = "192.0.2.1:5000"
 // Serve starts foil serve in the cloud: the registry that all engines pull from.
 // Prefix is a command that runs it, such as taskset.
 func Serve(ctx context.Context, s *site.Site, foil, root string, prefix ...string) (*site.Process, error) {
-	args := append(prefix, foil, "serve", "--root", root, "--listen", RegistryAddr)
+	args := append(prefix, foil, "serve", "--root", root, "--listen", RegistryAddr, "--insecure-open")
 	p, err := s.Start(link.Cloud, nil, args[0], args[1:]...)
 	if err != nil {
 		return nil, err

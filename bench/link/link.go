@@ -289,5 +289,15 @@ func (l *Link) Capture() Capture {
 	return l.capture.now()
 }
 
+// Free lets packets pass without a limit of the rate, or holds it again. Delay and
+// losses stay. It is for what lies between two measurements.
+func (l *Link) Free(free bool) {
+	for _, p := range l.pipe {
+		if p != nil {
+			p.free.Store(free)
+		}
+	}
+}
+
 // Options are those of New, with the defaults filled in.
 func (l *Link) Options() Options { return l.options }

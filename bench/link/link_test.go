@@ -139,6 +139,28 @@ func TestCut(t *testing.T) {
 	}
 }
 
+// A link whose rate is lifted passes in a moment what would take a minute, and holds
+// its rate again when it is told so.
+func TestFree(t *testing.T) {
+	l := open(t, Options{RTT: 4 * time.Millisecond, Rate: 1e6})
+	const n = 1e6 / 8 * 60
+	l.Free(true)
+	took, _, err := transfer(t.Context(), l, n)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if took > 30*time.Second {
+		t.Errorf("%d bytes took %v, which is what the line would need", int(n), took)
+	}
+	l.Free(false)
+	if took, _, err = transfer(t.Context(), l, 1e6/8); err != nil {
+		t.Fatal(err)
+	}
+	if took < 400*time.Millisecond {
+		t.Errorf("a second's worth took %v: the rate is not held again", took)
+	}
+}
+
 // What the emulator must never do is to be faster than the link; that it is no
 // slower depends on the machine, which is for Check and the benchmark to say.
 func TestNoFasterThanTheLink(t *testing.T) {

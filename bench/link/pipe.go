@@ -40,6 +40,9 @@ type pipe struct {
 	alone bool // deliver sleeps without an alarm, since nothing was queued
 	spare spare
 
+	// free: the rate is not held for now, see Link.Free.
+	free atomic.Bool
+
 	// Called with what is sent, and with what arrives, if not nil.
 	sent     func(p packet, now time.Duration)
 	received func(p packet)
@@ -108,7 +111,7 @@ func (p *pipe) admit(pkt packet) {
 			p.lost.Add(1)
 			continue
 		}
-		if p.options.Rate > 0 {
+		if p.options.Rate > 0 && !p.free.Load() {
 			waiting := int64(float64(p.busy-now) * float64(p.options.Rate) / 8e9)
 			if waiting+size > p.options.Queue {
 				flush(i)

@@ -144,8 +144,9 @@ func (k Key) String() string {
 type Run struct {
 	Key
 	Began time.Time `json:"began"`
-	// Stopped runs were ended at ready, since completion was not asked for: they have
-	// no mark of it, and CPU, Memory and Timeline end soon after ready.
+	// Stopped runs were ended at ready, since completion was not asked for, or came to
+	// it at a rate that was not the link's, before an update: they have no mark of it,
+	// and CPU, Memory and Timeline say nothing of it.
 	Stopped bool `json:"stopped,omitempty"`
 	engines.Outcome
 	// Touched is how many bytes of pages are read before ready, as the image's floor

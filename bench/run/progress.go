@@ -67,6 +67,10 @@ func (m *matrix) foresee(s session) (took time.Duration) {
 			rate = localRate
 		}
 		// Half a dozen round trips and the ends of transfers.
+		if m.hurries(s, i) {
+			took += time.Duration(layers * (1 - untilReady) * 8 / localRate * float64(time.Second))
+			layers *= untilReady
+		}
 		took += aroundRun + 6*k.RTT + time.Duration(layers*8*1.1/rate*float64(time.Second))
 		if k.Engine != "curl" {
 			// What of unpacking and verifying comes after the transfer.

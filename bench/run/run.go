@@ -612,8 +612,20 @@ func (m *matrix) session(e engines.Engine, versions []engines.Image, r round) se
 // stops reports whether a run of a session ends at ready: completion is not asked
 // for there, it takes time, and neither an update nor a cut needs the whole image.
 func (m *matrix) stops(s session, i int) bool {
+	return i == len(s.keys)-1 && !m.completes(s, i)
+}
+
+// hurries reports whether what comes after ready in a run of a session comes at the
+// machine's rate instead of the link's: the update needs the first version whole, and
+// nobody asked how long that takes.
+func (m *matrix) hurries(s session, i int) bool {
+	return i < len(s.keys)-1 && !m.completes(s, i)
+}
+
+// completes reports whether the time until a run is complete is a figure of it.
+func (m *matrix) completes(s session, i int) bool {
 	_, whole := s.engine.(engines.Whole)
-	return !whole && i == len(s.keys)-1 && s.keys[i].Kind != results.Resumed && m.CompleteAt != nil && !slices.Contains(m.CompleteAt, s.keys[i].RTT)
+	return whole || s.keys[i].Kind == results.Resumed || m.CompleteAt == nil || slices.Contains(m.CompleteAt, s.keys[i].RTT)
 }
 
 // open reports whether a run of a session is not there.
@@ -762,7 +774,7 @@ func (m *matrix) run(ctx context.Context, l *link.Link, se session) error {
 			r.Touched = p.Floor.Touched
 		}
 		if failed == nil {
-			failed = m.provision(ctx, s, w, im, home, &r)
+			failed = m.provision(ctx, s, w, im, home, m.hurries(se, i), &r)
 		} else {
 			failed = fmt.Errorf("not run, since the run before it failed: %w", failed)
 		}
@@ -815,8 +827,9 @@ func (t *turn) end() error {
 	return t.Worker.Stop()
 }
 
-// provision is one run.
-func (m *matrix) provision(ctx context.Context, s *site.Site, w *turn, im engines.Image, home string, r *results.Run) (err error) {
+// provision is one run. With hurry the link's rate is lifted after ready, until the image
+// is complete, and the run has no figures of that.
+func (m *matrix) provision(ctx context.Context, s *site.Site, w *turn, im engines.Image, home string, hurry bool, r *results.Run) (err error) {
 	ctx, cancel := context.WithTimeoutCause(ctx, m.Timeout, site.ErrTooLong)
 	defer cancel()
 	if err := w.Start(ctx); err != nil {
@@ -841,12 +854,17 @@ func (m *matrix) provision(ctx context.Context, s *site.Site, w *turn, im engine
 		}
 	}()
 	t := engines.Begin(s, w.Processes())
+	whole := !r.Stopped
 	defer func() {
 		var clients []int
 		if container != nil {
 			clients = append(clients, container.PID())
 		}
 		r.Outcome = t.End(clients...)
+		if r.Stopped {
+			delete(r.Marks, engines.Complete)
+			delete(r.Marks, engines.Quiet)
+		}
 		err = errors.Join(err, container.Stop())
 	}()
 	if r.Kind == results.Resumed {
@@ -866,7 +884,12 @@ func (m *matrix) provision(ctx context.Context, s *site.Site, w *turn, im engine
 			r.Load = load(ctx, s.Link, m.Load)
 		}
 	}
-	if !r.Stopped {
+	if whole {
+		if hurry {
+			r.Stopped = true
+			s.Link.Free(true)
+			defer s.Link.Free(false)
+		}
 		if err := w.Complete(ctx, im, t); err != nil {
 			return err
 		}
@@ -880,7 +903,7 @@ func (m *matrix) provision(ctx context.Context, s *site.Site, w *turn, im engine
 		}
 	}
 	r.Late = max(s.Link.Stats(link.Cloud).Late, s.Link.Stats(link.Edge).Late)
-	if err := w.Check(ctx, im, !r.Stopped); err != nil || r.Stopped {
+	if err := w.Check(ctx, im, whole); err != nil || r.Stopped {
 		return err
 	}
 	r.Disk, err = site.DiskBytes(home)

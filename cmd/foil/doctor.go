@@ -41,7 +41,8 @@ was never told of Hydrofoil is no error.
 
 It reads the settings of foil node too, in the file of --config: whether the
 mirror and the metrics are where they should be, whether each hosts.toml can be
-used with the certificates that it names, whether the systemd unit is that of this
+used with the certificates that it names, whether containers of a registry wait
+for the proof of their image, and why, whether the systemd unit is that of this
 version, and whether there is a limit for the disk.
 
 Exit codes: 0 a worker can run here; 1 it cannot, or its settings, or those of a
@@ -99,15 +100,20 @@ func workerFindings(cmd *cobra.Command, root, file string) ([]containerd.Finding
 			o.Unit = string(out)
 		}
 	}
-	groups := sections(cmd.Root())["node"].Flags().Lookup("origin-group")
-	if v, ok := tables["node"]["origin-group"]; ok {
-		o.Groups, _ = tomlValue(groups, v).([]string)
+	for name, into := range map[string]*[]string{"origin-group": &o.Groups, "policy": &o.Policies} {
+		if v, ok := tables["node"][name]; ok {
+			*into, _ = tomlValue(sections(cmd.Root())["node"].Flags().Lookup(name), v).([]string)
+		}
 	}
 	c := api.Dial(root)
 	defer c.Close()
 	if list, err := c.Images(ctx); err == nil {
+		o.Unproven = make(map[string]string)
 		for _, img := range list {
 			o.Registries = append(o.Registries, origin.Of(img.Ref))
+			if img.Policy == string(origin.Proven) {
+				o.Unproven[origin.Of(img.Ref)] = img.PolicyWhy
+			}
 		}
 		slices.Sort(o.Registries)
 		o.Registries = slices.Compact(o.Registries)

@@ -61,8 +61,11 @@ func (p *barEvents) print(ev api.Event) error {
 		p.bars = append(p.bars, new(bar))
 	}
 	b := p.bars[i]
+	if ev.Proof != nil && b.last.Proof == nil {
+		b.rate = progress.Rate{} // of what is hashed, from here on
+	}
 	b.last, b.Transfer = ev, transfer(ev)
-	b.Rate = b.rate.Add(time.Now(), ev.BytesMoved)
+	b.Rate = b.rate.Add(time.Now(), b.Moved)
 	all := make([]progress.Transfer, len(p.bars))
 	for i, b := range p.bars {
 		all[i] = b.Transfer
@@ -75,7 +78,7 @@ func (p *barEvents) close() error {
 		return err
 	}
 	for _, b := range p.bars {
-		if p.w == nil || b.last.Event == api.Progress {
+		if p.w == nil || b.last.Event == api.Progress || b.last.Event == api.Proving {
 			continue
 		}
 		if _, err := fmt.Fprintln(p.w, eventLine(b.last)); err != nil {
@@ -115,7 +118,24 @@ func transfer(ev api.Event) progress.Transfer {
 	if ev.Event != api.Progress {
 		t.Phase = string(ev.Event)
 	}
+	if p := ev.Proof; p != nil {
+		t.Moved, t.Total, t.Done = p.Hashed, p.Total, ev.Event == api.Proven
+		t.Phase = provingPhase(p.State, p.Layer, p.Layers)
+	}
 	return t
+}
+
+// provingPhase says what a proof is doing.
+func provingPhase(state string, layer, layers int) string {
+	switch {
+	case layer > 0:
+		return fmt.Sprintf("proving, layer %d of %d", layer, layers)
+	case layers > 0:
+		return "proving, files"
+	case state == "served":
+		return "waits for its proof"
+	}
+	return proofWord(state)
 }
 
 // eventLine tells an event in one line.
@@ -124,6 +144,12 @@ func eventLine(ev api.Event) string {
 	switch ev.Event {
 	case api.Resolved:
 		return s + ", " + ev.Digest
+	case api.Proving:
+		if p := ev.Proof; p != nil {
+			return fmt.Sprintf("%s: %s after %s, %s of %s hashed", ev.Ref, provingPhase(p.State, p.Layer, p.Layers), progress.Duration(seconds(ev.Elapsed)), progress.Bytes(p.Hashed), progress.Bytes(p.Total))
+		}
+	case api.Proven:
+		return s
 	case api.Progress:
 		s = fmt.Sprintf("%s: %s", ev.Ref, progress.Duration(seconds(ev.Elapsed)))
 	}

@@ -48,7 +48,7 @@ Exit codes: 0; 1 an error; 2 the command line makes no sense; 130 interrupted
 while it waited for something. Help says where a command has others: foil run
 passes on the code of its container.`,
 		Example: `  # On the machine that keeps the images:
-  foil serve --root /var/lib/foil-registry --listen :5000
+  foil serve --root /var/lib/foil-registry --listen :5000 --tls-cert cert.pem --tls-key key.pem --access access.toml
   skopeo copy docker-archive:redis.tar docker://registry.example:5000/redis:7
 
   # On a machine that runs them (as root):
@@ -90,11 +90,13 @@ func addCommands(root *cobra.Command) {
 		}},
 		{"Servers:", []*cobra.Command{
 			newServeCommand(),
+			newServerCommand(),
 			newNodeCommand(),
 			newKeeperCommand(),
 		}},
 		{thisMachine, []*cobra.Command{
 			newDoctorCommand(),
+			newInstallCommand(),
 			newConfigCommand(),
 			newVersionCommand(),
 		}},
@@ -124,7 +126,7 @@ var otherNames = map[string][]string{
 	"images": {"ls", "list", "image"}, "ps": {"containers", "container", "ls", "list"},
 	"rm": {"rmi", "remove", "delete", "stop", "kill"}, "run": {"start", "exec", "create"}, "pull": {"fetch", "get"},
 	"gc": {"prune", "clean", "cleanup", "df"}, "status": {"info", "stats", "top"}, "verify": {"check", "fsck"},
-	"serve": {"server", "registry"}, "node": {"daemon", "worker", "agent", "snapshotter"}, "doctor": {"diagnose"},
+	"serve": {"registry"}, "node": {"daemon", "worker", "agent", "snapshotter"}, "doctor": {"diagnose"},
 }
 
 // completeFlags has the shell offer the values of flags that have a few.

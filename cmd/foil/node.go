@@ -17,11 +17,16 @@ import (
 	"hydrofoil.dev/foil/internal/worker/api"
 	"hydrofoil.dev/foil/internal/worker/credentials"
 	"hydrofoil.dev/foil/internal/worker/hosts"
+	"hydrofoil.dev/foil/internal/worker/memory"
 	"hydrofoil.dev/foil/internal/worker/mirror"
 	"hydrofoil.dev/foil/internal/worker/node"
 	"hydrofoil.dev/foil/internal/worker/origin"
+	"hydrofoil.dev/foil/internal/worker/servers"
 	"hydrofoil.dev/foil/internal/worker/systemd"
 )
+
+// proveCalm is how long proofs let what has just come here start.
+const proveCalm = 10 * time.Second
 
 // spareProcessors is how many goroutines may run besides those that decode frames: the
 // gate's, the stream's, the one that reads ahead, and the answer to a command.
@@ -30,11 +35,11 @@ const spareProcessors = 4
 // nodeFlags are the flags of foil node. Those that are words become Options when all
 // are known.
 type nodeFlags struct {
-	opts                                 node.Options
-	at                                   sockets
-	level                                slog.Level
-	format, gate, report, limit, startup string
-	groups                               []string
+	opts                                         node.Options
+	at                                           sockets
+	level                                        slog.Level
+	format, gate, report, limit, startup, memory string
+	groups, policies                             []string
 }
 
 func newNodeCommand() *cobra.Command {
@@ -55,7 +60,9 @@ kubelet can reach containerd's image service by --cri-proxy-socket.
 
 A pull from a server that was not used before connects first, and TCP begins
 slowly: on a long way that costs more than all else. --connect makes the
-connection when the daemon starts, keeps it, and lets it learn the path.
+connection when the daemon starts, keeps it, and lets it learn the path. To the
+servers that are used most the daemon keeps one without being told, also after it
+was started again: --keep-servers says to how many.
 
 foil pull and foil run start a daemon when none runs; its log is in
 DIR/run/node.log, and "foil status" names the process to end. For a daemon that
@@ -70,6 +77,12 @@ the daemon's user, unless a command or containerd brings some.
 What came for an image of one registry is used for images of that registry only,
 and no server is told of what came from another one. --origin-group names
 registries that trust each other.
+
+A container starts before its image is here, on the word of its server, if that
+was authenticated. Of a registry without TLS, or whose certificate is not
+verified, it waits until the image is complete and was proven against the diff
+IDs of its layers. --policy says otherwise, for each registry; "foil doctor" shows
+which policy holds, and why.
 
 What holds back reads is the gate: fanotify (Linux 6.14), else fuse (Linux 6.12),
 else loop, which is fuse with loop devices. auto takes the first that this host
@@ -106,14 +119,16 @@ Exit codes: 0 it was told to end; 1 an error, in the log as well.`,
 func (f *nodeFlags) add(flags *pflag.FlagSet) {
 	flags.DurationVar(&f.opts.GiveUp, "give-up", 5*time.Minute, "how long to go on trying when a server cannot be reached, before reads that wait for it fail; then it is tried now and then")
 	flags.StringSliceVar(&f.opts.Connect, "connect", nil, "`SERVER`s (http://HOST:PORT or https://HOST) to keep a warm connection to")
+	flags.IntVar(&f.opts.KeepServers, "keep-servers", 2, "to how many `SERVERS`, those that pulls used most in the last three days, to keep a warm connection besides; 0: none, and none is remembered")
 	flags.DurationVar(&f.opts.ProveWithin, "prove-within", 24*time.Hour, "how long an image may be here unproven before it starts no new container; of those of before the upgrade, since then; 0: for ever")
-	flags.StringSliceVar(&f.opts.ProveFirst, "prove-first", nil, "`REGISTRIES` (HOST[:PORT], or * for all) whose images are proven before a container starts on them: a start waits until the image is complete and proven")
-	flags.Int64Var(&f.opts.WarmUp, "warm-up", 32<<20, "most `BYTES` that a server of --connect sends on a new connection so that TCP learns the path; 0: none")
+	flags.StringSliceVar(&f.policies, "policy", nil, "`REGISTRY=POLICY` for the images of a registry (HOST[:PORT], or * for all that are not named). served: a container starts at once, when a server has said what its files are. proven: it waits until the image is complete and its layers were hashed here. Default: served, if the server was authenticated by TLS or is on loopback; else proven")
+	flags.Int64Var(&f.opts.WarmUp, "warm-up", 32<<20, "most `BYTES` that a server of --connect sends on a new connection so that TCP learns the path, and one of --keep-servers at most 8 MiB an hour; 0: none")
 	flags.StringVar(&f.report, "report", "on", "tell an image's server which pages a container read until it was ready: on or off")
 	flags.Float64Var(&f.opts.ReportSample, "report-sample", 1, "`SHARE` of the starts to tell of, above 0 and at most 1")
 	flags.StringVar(&f.gate, "gate", "auto", "`GATE` that holds back reads: auto, fanotify, fuse or loop")
 	flags.StringVar(&f.limit, "disk-limit", "", "`LIMIT` for what images take, 80% of the filesystem or 50GB, above which those that nothing uses are removed, least recently used first; empty: none")
 	flags.StringVar(&f.startup, "startup", "on", "startup sets, the pages that a start touches, sent before all else: `on` or off")
+	flags.StringVar(&f.memory, "startup-memory", "25%", "`LIMIT` for the memory of startup pages that are read before anybody asks for them, 25% of what is available or 200MB: those of all starts together; while memory is short none are, nor more than a container's own limit leaves; 0: none; empty: no limit")
 	flags.StringVar(&f.at.snapshotter, "snapshotter-socket", "default", "`PATH` of the socket for containerd; default: DIR/run/snapshotter.sock; off: none")
 	flags.StringSliceVar(&f.groups, "origin-group", nil, "`REGISTRIES` that trust each other, with spaces between them: what came for images of one is used for those of the others, which whoever runs one of them can choose then. Without a group each registry is a wall: what images of two have in common is fetched once for each")
 	flags.StringVar(&f.at.mirror, "mirror-listen", "off", "`HOST:PORT` of loopback at which containerd resolves images, so that pull and resolve are one request to the server; by TLS, for those who have mirror/key.pem of the root; off: none")
@@ -139,13 +154,17 @@ func (f *nodeFlags) options() error {
 	if o.DiskLimit, err = node.ParseLimit(f.limit); err != nil {
 		return usagef("--disk-limit: %w", err)
 	}
+	if o.StartupMemory, err = node.ParseLimit(f.memory); err != nil {
+		return usagef("--startup-memory: %w", err)
+	}
 	if o.Groups, err = origin.ParseGroups(f.groups); err != nil {
 		return usagef("--origin-group: %w", err)
 	}
-	for _, registry := range o.ProveFirst {
-		if registry != "*" && origin.Of(registry+"/some/image") != registry {
-			return usagef("--prove-first: %q is no registry: write HOST or HOST:PORT, as image names have it, or *", registry)
-		}
+	if o.Policies, err = origin.ParsePolicies(f.policies); err != nil {
+		return usagef("--policy: %w", err)
+	}
+	if o.KeepServers < 0 || o.KeepServers > servers.MostKept {
+		return usagef("--keep-servers %d: say 0 to %d", o.KeepServers, servers.MostKept)
 	}
 	if err := checkMetrics(f.at.metrics); err != nil {
 		return err
@@ -204,6 +223,9 @@ func runNode(cmd *cobra.Command, f *nodeFlags) (err error) {
 		debug.SetGCPercent(50)
 		untouched := make([]byte, 96<<20)
 		defer runtime.KeepAlive(untouched)
+		if own := (memory.Host{}).Own(); own > 0 && os.Getenv("GOMEMLIMIT") == "" {
+			debug.SetMemoryLimit(own + int64(len(untouched)))
+		}
 	}
 	store, err := systemd.OpenStore()
 	if err != nil {
@@ -220,6 +242,7 @@ func runNode(cmd *cobra.Command, f *nodeFlags) (err error) {
 	opts.Workers = runtime.GOMAXPROCS(0)
 	runtime.GOMAXPROCS(opts.Workers + spareProcessors)
 	opts.Version = version()
+	opts.ProveCalm = proveCalm
 	opts.Listening = whenAll(listeners(f.at.snapshotter), func() { tell(opts.Logger, systemd.Ready, systemd.Status("serving %s", opts.Root)) })
 	n, err := node.New(*opts)
 	if err != nil {

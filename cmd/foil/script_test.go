@@ -58,7 +58,7 @@ func TestScript(t *testing.T) {
 }
 
 // fakeNode answers from files: images.jsonl, containers.jsonl, status.jsonl,
-// report.jsonl (of pulls), pull.jsonl and verify.jsonl are what the requests of the same name return;
+// report.jsonl (of pulls), pull.jsonl, verify.jsonl and prove.jsonl are what the requests of the same name return;
 // NAME.error (an api.Error) makes them fail, streams after their lines, where
 // NAME may be remove-image, remove-container and create-container as well. Of an image whose
 // name without registry and tag is NAME, pull-NAME is asked instead of pull, if there is such a file. Every
@@ -121,6 +121,9 @@ func (n *fakeNode) funcs() apitest.Funcs {
 		},
 		Verify_: func(_ context.Context, ref string, emit func(api.VerifyEvent) error) error {
 			return stream(n, "verify", emit)
+		},
+		Prove_: func(_ context.Context, ref string, emit func(api.VerifyEvent) error) error {
+			return stream(n, "prove", emit)
 		},
 	}
 }

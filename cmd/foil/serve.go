@@ -32,6 +32,7 @@ type serveFlags struct {
 	opts    serve.Options
 	level   slog.Level
 	metrics string // an address of package metrics
+	audit   string // a file; "-" is standard output
 }
 
 func newServeCommand() *cobra.Command {
@@ -43,15 +44,20 @@ func newServeCommand() *cobra.Command {
 with images kept as they are, and the source of the bundles that foil node
 pulls. Everything it keeps is below one directory, on one file system.
 
-Clients on the same machine may speak plain HTTP to it. For others give it a
-certificate, or put it behind something that has one.
+On this machine's own addresses it is open: everybody who reaches it may pull, push and
+delete, over plain HTTP. On any other address it wants TLS (--tls-cert, --tls-key) and
+a file that says who may do what (--access), and does not start without; docs/access.md has
+such files to begin with, and foil server access explains what they say. Both are read again
+when they change. --insecure-open does without: behind a proxy that has TLS, or where
+everybody may do everything.
 
 With --upstream it is the accelerator of another registry: images are fetched
 from there when they are asked for the first time, and served in bundles and
 plainly; tags are looked up there. What is here is served when the upstream is
 down. Pushes go to the upstream; its notifications, sent to
 ` + upstream.WebhookPath + `, have an image ingested before anybody asks.
-Everybody who reaches the accelerator may pull what its credentials may.
+Everybody who reaches the accelerator may pull what its credentials may, unless --access
+says less.
 
 Its connections are controlled by BBR, where the host has it: others forget in idle
 times what they have learned of a path. --congestion chooses another way, or leaves
@@ -65,7 +71,7 @@ finish. Whatever was acknowledged before is on disk, however it ends.
 Exit codes: 0 it was told to end; 1 an error, in the log as well; 2 the command
 line makes no sense.`,
 		Example: `  foil serve --root /var/lib/foil-registry
-  foil serve --root /srv/registry --listen :443 --tls-cert cert.pem --tls-key key.pem
+  foil serve --root /srv/registry --listen :443 --tls-cert cert.pem --tls-key key.pem --access access.toml
   foil serve --root /srv/accelerator --upstream https://registry.example/team
   skopeo copy --dest-tls-verify=false docker-archive:redis.tar docker://localhost:5000/redis:7`,
 		Args: cobra.NoArgs,
@@ -84,10 +90,13 @@ line makes no sense.`,
 
 func (f *serveFlags) add(flags *pflag.FlagSet) {
 	flags.StringVar(&f.opts.Root, "root", "/var/lib/foil-registry", "`DIR` that everything is kept in; made when missing")
-	flags.StringVar(&f.opts.Listen, "listen", ":5000", "`HOST:PORT` to listen on; port 0 takes a free one and the log says which")
+	flags.StringVar(&f.opts.Listen, "listen", serve.DefaultListen, "`HOST:PORT` to listen on; :PORT is all addresses; port 0 takes a free one and the log says which")
 	flags.StringVar(&f.opts.Congestion, "congestion", kernel.BBR, "TCP congestion `CONTROL` of its connections: bbr, where the host has it; system: what the host chooses; or the name of another, as cubic")
 	flags.StringVar(&f.opts.TLSCert, "tls-cert", "", "certificate `FILE` in PEM form, read again when it changes; without one: plain HTTP")
 	flags.StringVar(&f.opts.TLSKey, "tls-key", "", "`FILE` of the certificate's key in PEM form")
+	flags.StringVar(&f.opts.Access, "access", "", "`FILE` that says who may log in and do what, in TOML, read again when it changes (docs/access.md); without one everybody may do everything")
+	flags.BoolVar(&f.opts.InsecureOpen, "insecure-open", false, "listen for other machines without TLS, or without --access")
+	flags.StringVar(&f.audit, "audit", "", "`FILE` that a line of JSON is added to for each decision about access, opened again at SIGHUP; -: standard output")
 	flags.Var(&f.opts.StartupMax, "startup-max", "how large the startup set of a service may be: a share of its image (16M are always allowed), or bytes such as `64M`; 0: none")
 	flags.StringVar(&f.opts.Upstream.URL, "upstream", "", "be the accelerator of the registry at `URL`: https://HOST[:PORT], and the prefix that repositories have there")
 	flags.StringVar(&f.opts.Upstream.Auth, "upstream-auth", "", "`FILE` with USER:PASSWORD for the upstream, or a Docker configuration; else "+upstream.AuthEnv+" in the environment has USER:PASSWORD, or the user's Docker configuration counts")
@@ -102,6 +111,9 @@ func (f *serveFlags) add(flags *pflag.FlagSet) {
 func (f *serveFlags) check() error {
 	if (f.opts.TLSCert == "") != (f.opts.TLSKey == "") {
 		return usagef("--tls-cert and --tls-key come together")
+	}
+	if f.audit != "" && f.opts.Access == "" {
+		return usagef("--audit comes with --access: an open server decides nothing")
 	}
 	if f.opts.Upstream.URL == "" && (f.opts.Upstream.Auth != "" || f.opts.Upstream.CA != "") {
 		return usagef("--upstream-auth and --upstream-ca come with --upstream")
@@ -124,6 +136,14 @@ func runServe(cmd *cobra.Command, f *serveFlags) error {
 		untouched := make([]byte, 64<<20)
 		defer runtime.KeepAlive(untouched)
 		touch(16 << 20)
+	}
+	if f.audit != "" {
+		audit, err := openAudit(cmd.OutOrStdout(), f.audit)
+		if err != nil {
+			return err
+		}
+		defer audit.Close()
+		f.opts.Audit = audit
 	}
 	s, err := serve.Start(cmd.Context(), f.opts)
 	if err != nil {

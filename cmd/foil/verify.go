@@ -43,7 +43,7 @@ could not be verified, or proven with --proof; 2 the command line makes no sense
 			}
 			return ask(cmd.Context(), root, func(ctx context.Context, c *api.Client) error {
 				if proof {
-					if err := follow(cmd, "prove", args[0], c.Prove(ctx, args[0]), asJSON); err != nil {
+					if err := follow(cmd, args[0], c.Prove(ctx, args[0]), asJSON); err != nil {
 						return err
 					}
 				}
@@ -59,7 +59,7 @@ could not be verified, or proven with --proof; 2 the command line makes no sense
 }
 
 // follow shows the progress of a proof until it has ended.
-func follow(cmd *cobra.Command, phase, ref string, events iter.Seq2[api.VerifyEvent, error], asJSON bool) (err error) {
+func follow(cmd *cobra.Command, ref string, events iter.Seq2[api.VerifyEvent, error], asJSON bool) (err error) {
 	var display *progress.Display
 	if _, ok := progress.Terminal(cmd.ErrOrStderr()); ok && !asJSON {
 		display = progress.NewDisplay(cmd.ErrOrStderr())
@@ -71,7 +71,7 @@ func follow(cmd *cobra.Command, phase, ref string, events iter.Seq2[api.VerifyEv
 		case asJSON:
 			err = printJSON(cmd.OutOrStdout(), ev)
 		case display != nil && !ev.Done:
-			err = display.Show(progress.Transfer{Name: ref, Phase: phase, Moved: ev.Checked, Total: ev.Total})
+			err = display.Show(progress.Transfer{Name: ref, Phase: provingPhase(ev.Proof, ev.Layer, ev.Layers), Moved: ev.Checked, Total: ev.Total})
 		}
 		if err != nil {
 			return err

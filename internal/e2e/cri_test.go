@@ -145,13 +145,19 @@ func pauseImage(t testing.TB) image {
 // the container's ID. The pod goes with the test.
 func startPod(t testing.TB, c *containerd, runtime cri.RuntimeServiceClient, ref string, namespaces *cri.NamespaceOption, command ...string) (id string) {
 	t.Helper()
+	return startPodOf(t, "pod", c, runtime, ref, namespaces, command...)
+}
+
+// startPodOf is startPod for a pod with a name of its own.
+func startPodOf(t testing.TB, name string, c *containerd, runtime cri.RuntimeServiceClient, ref string, namespaces *cri.NamespaceOption, command ...string) (id string) {
+	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	if command == nil {
 		command = []string{"/bin/sleep", "100000"}
 	}
 	pod := &cri.PodSandboxConfig{
-		Metadata:     &cri.PodSandboxMetadata{Name: "pod", Namespace: "default", Uid: "1"},
+		Metadata:     &cri.PodSandboxMetadata{Name: name, Namespace: "default", Uid: name},
 		LogDirectory: filepath.Join(c.dir, "logs"),
 		Linux:        &cri.LinuxPodSandboxConfig{SecurityContext: &cri.LinuxSandboxSecurityContext{NamespaceOptions: namespaces}},
 	}

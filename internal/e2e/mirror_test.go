@@ -43,7 +43,8 @@ func startMirrored(t testing.TB, f *front) *worker {
 	text = strings.ReplaceAll(text, "/var/lib/foil", root)
 	text = strings.Replace(text, `server = "https://registry.example"`, "server = \""+f.URL+"\"\nca = \"../ca.pem\"", 1)
 	hosts := hostsDir(t, f, "registry.example", text)
-	w := startWorker(t, root, "--hosts-dir", hosts, "--docker-config", "", "--mirror-listen", at, "--log-level", "debug")
+	// Requests are counted: no connection is kept.
+	w := startWorker(t, root, "--hosts-dir", hosts, "--docker-config", "", "--mirror-listen", at, "--log-level", "debug", "--keep-servers", "0")
 	w.hosts = hosts
 	return w
 }

@@ -379,6 +379,7 @@ type Mount struct {
 	Type       string // of filesystem, e.g. "erofs"
 	Source     string // EROFS: the image's path, as it was given
 	Options    string // of the filesystem: for overlay lowerdir=... and so on
+	Minor      int    // number of its device
 }
 
 // Mounts lists the mounts at or below dir, in the order in which the kernel
@@ -390,7 +391,7 @@ func Mounts(dir string) ([]Mount, error) {
 	}
 	mounts := make([]Mount, len(infos))
 	for i, m := range infos {
-		mounts[i] = Mount{ID: m.ID, Parent: m.Parent, Target: m.Mountpoint, Type: m.FSType, Source: m.Source, Options: m.VFSOptions}
+		mounts[i] = Mount{ID: m.ID, Parent: m.Parent, Target: m.Mountpoint, Type: m.FSType, Source: m.Source, Options: m.VFSOptions, Minor: m.Minor}
 	}
 	return mounts, nil
 }

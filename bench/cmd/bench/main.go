@@ -24,7 +24,7 @@ func main() {
 		SilenceUsage:  true,
 		SilenceErrors: true,
 	}
-	root.AddCommand(linkCommand(), imagesCommand(), demoCommand(), runCommand(), reportCommand(), compareCommand(), serverCommand(), runningCommand(), operationCommand(), startupCommand())
+	root.AddCommand(linkCommand(), imagesCommand(), demoCommand(), runCommand(), reportCommand(), compareCommand(), serverCommand(), runningCommand(), operationCommand(), neighbourCommand(), startupCommand(), contactCommand(), manyCommand(), proofsCommand())
 	err := root.ExecuteContext(ctx)
 	stop()
 	var exit *exec.ExitError

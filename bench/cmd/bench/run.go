@@ -41,7 +41,8 @@ Most of the time goes into waiting until images are complete. --complete-at says
 at which round-trip times that is measured; at others, runs of lazy engines are
 stopped when the container is ready and was put under load, and have no figure of
 completion. Full pulls are complete before they start. A worker that is updated
-afterwards is always given the first version whole.
+afterwards is always given the first version whole, without a limit of the rate where
+its completion is not measured.
 
 With --against two builds of foil are measured in turns, --foil and --against: each
 run is made with both, one right after the other, in an order that changes with each

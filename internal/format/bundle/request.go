@@ -181,7 +181,14 @@ type Promotion struct {
 	Chosen bool `json:"chosen,omitempty"`
 	// Release ends what Request.Hold does.
 	Release bool `json:"release,omitempty"`
+	// Rest, at most MaxRest, has the server send only what is promoted for so long, from when it hears of it: others
+	// want the worker's processors. It takes the place of an earlier one that has not passed. Nanoseconds. Older
+	// servers do not rest.
+	Rest time.Duration `json:"rest,omitempty"`
 }
+
+// MaxRest bounds Promotion.Rest: a worker that ends, or cannot say more, does not have a server wait.
+const MaxRest = time.Second
 
 // MaxSkip bounds Promotion.Skip: a message of so many frames is less than a server takes.
 const MaxSkip = 100_000

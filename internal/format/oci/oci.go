@@ -20,7 +20,7 @@ import (
 // Limits of what an image may say of itself.
 const (
 	MaxDocument = 4 << 20 // bytes
-	MaxLayers   = 1000
+	MaxLayers   = 500
 	MaxLayer    = 1 << 50 // bytes of a layer's blob: the sum over all layers is an int64
 )
 

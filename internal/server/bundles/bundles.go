@@ -29,6 +29,9 @@ import (
 	"io"
 	"log/slog"
 	"net/http"
+	"net/netip"
+	"runtime"
+	"slices"
 	"sync"
 	"time"
 
@@ -39,11 +42,15 @@ import (
 	"hydrofoil.dev/foil/internal/format/toc"
 	"hydrofoil.dev/foil/internal/format/trace"
 	"hydrofoil.dev/foil/internal/metrics"
+	"hydrofoil.dev/foil/internal/server/access"
 	"hydrofoil.dev/foil/internal/server/cache"
 	"hydrofoil.dev/foil/internal/server/catalog"
+	"hydrofoil.dev/foil/internal/server/guard"
+	"hydrofoil.dev/foil/internal/server/limit"
 	"hydrofoil.dev/foil/internal/server/objects"
 	"hydrofoil.dev/foil/internal/server/planner"
 	"hydrofoil.dev/foil/internal/server/startup"
+	"hydrofoil.dev/foil/internal/server/turns"
 )
 
 // Options are what a Handler works with.
@@ -59,10 +66,15 @@ type Options struct {
 	// Recipe returns a layer of an image, by its number, with its recipe, which is made now
 	// if there is none. Nil means that this server has none.
 	Recipe func(ctx context.Context, m *Resolved, layer int) (catalog.Layer, error)
+	// Guard says who may do what; nil: everybody may everything.
+	Guard *guard.Guard
 	// StartupMax is how large a startup set may be.
 	StartupMax startup.Limit
 	// Memory bounds the indices, orders and frames kept in memory; 0 means 256 MiB.
 	Memory int64
+	// HaveSegments is with how many segments, of all rootfs that a worker has, an image is compared at most; 0 means
+	// 33,554,432.
+	HaveSegments int
 	// Patience bounds how long a request may take to arrive, and how long a
 	// stream waits for a client that takes nothing; 0 means two minutes. A worker
 	// that was cut off resumes.
@@ -81,11 +93,14 @@ type Options struct {
 type Handler struct {
 	o       Options
 	log     *slog.Logger
+	hidden  catalog.Repositories // what those find who may not pull: nothing
+	warmed  *limit.Buckets[netip.Addr]
 	streams streams
 	indices *cache.Cache[*planner.Index] // by digest of the encoded TOC
 	orders  *cache.Cache[planner.Order]  // by digests of config and encoded TOC
 	frames  source
 	sets    *startup.Sets
+	turns   *turns.Turns
 	mux     *http.ServeMux
 	results *prometheus.CounterVec
 	checks  checks
@@ -102,6 +117,9 @@ func New(o Options) *Handler {
 	if o.Memory == 0 {
 		o.Memory = 256 << 20
 	}
+	if o.HaveSegments == 0 {
+		o.HaveSegments = 32 << 20
+	}
 	if o.Patience == 0 {
 		o.Patience = 2 * time.Minute
 	}
@@ -117,26 +135,47 @@ func New(o Options) *Handler {
 	h := &Handler{
 		o: o, log: o.Log, mux: http.NewServeMux(), suspects: map[digest.Digest]bool{},
 		indices: cache.New(o.Memory*5/8, (*planner.Index).Memory),
-		frames:  source{o.Objects, cache.New(o.Memory/8, func(b []byte) int64 { return int64(cap(b)) + 1024 })},
+		frames:  source{o.Objects, cache.New(o.Memory/8, func(b []byte) int64 { return int64(cap(b)) + 1024 }), make(chan struct{}, runtime.GOMAXPROCS(0))},
 		orders:  cache.New(o.Memory/8, func(x planner.Order) int64 { return int64(4*len(x)) + 1024 }),
 		results: metrics.Counters(prometheus.CounterOpts{Name: "foil_serve_bundles_total",
 			Help: "Bundles that were asked for: sent to their end, refused (no such image, or not for bundles), failed, or cut off by the worker or the link, which resume."},
 			[]string{"result"}, metrics.Each(resultSent, resultRefused, resultFailed, resultCut)...),
 		checks: newChecks(),
+		hidden: catalog.Hide(o.Catalog),
+		warmed: limit.New[netip.Addr](warmRate, warmBurst, warmClients),
+		turns:  turns.New(2 * runtime.GOMAXPROCS(0)),
 	}
 	h.sets = startup.New(startup.Options{
 		Catalog: o.Catalog, Objects: o.Objects, Load: h.loadTOC, Max: o.StartupMax, Memory: o.Memory / 8, Log: o.Log,
 	})
-	h.mux.HandleFunc("POST "+bundle.PullPath, h.pull)
-	h.mux.HandleFunc("POST "+bundle.RecipePath, h.recipe)
-	h.mux.HandleFunc("POST "+bundle.ContentsPath, h.contents)
-	h.mux.HandleFunc("POST "+bundle.TracePath, h.trace)
-	h.mux.HandleFunc("GET "+bundle.StartupPath, h.startup)
-	h.mux.HandleFunc("DELETE "+bundle.StartupPath, h.forget)
-	h.mux.HandleFunc("POST "+bundle.PromotePath, h.promote)
-	h.mux.HandleFunc("POST "+bundle.WarmPath, h.warm)
+	for _, e := range endpoints {
+		h.mux.HandleFunc(e.Method+" "+e.Path, func(w http.ResponseWriter, r *http.Request) { e.answer(h, w, r) })
+	}
 	return h
 }
+
+// Endpoint is one of the endpoints for workers.
+type Endpoint struct {
+	Method, Path string
+	// Right is what it asks for, on the repository of the image that the request names; promotions on that of their
+	// stream, which they must have begun. Recorded traces want access.Teach besides. Warming up wants none (0).
+	Right  access.Right
+	answer func(*Handler, http.ResponseWriter, *http.Request)
+}
+
+var endpoints = []Endpoint{
+	{"POST", bundle.PullPath, access.Pull, (*Handler).pull},
+	{"POST", bundle.RecipePath, access.Pull, (*Handler).recipe},
+	{"POST", bundle.ContentsPath, access.Pull, (*Handler).contents},
+	{"POST", bundle.TracePath, access.Pull, (*Handler).trace},
+	{"GET", bundle.StartupPath, access.Pull, (*Handler).startup},
+	{"DELETE", bundle.StartupPath, access.Teach, (*Handler).forget},
+	{"POST", bundle.PromotePath, access.Pull, (*Handler).promote},
+	{"POST", bundle.WarmPath, 0, (*Handler).warm},
+}
+
+// Endpoints returns all of them.
+func Endpoints() []Endpoint { return slices.Clone(endpoints) }
 
 // How requests for a bundle end.
 const (
@@ -193,7 +232,7 @@ func (h *Handler) promote(w http.ResponseWriter, r *http.Request) {
 		writeError(w, h.log, err, "")
 		return
 	}
-	q := h.streams.find(p.Stream)
+	q := h.stream(r.Context(), p.Stream)
 	if q == nil {
 		writeError(w, h.log, &bundle.Error{Code: bundle.CodeNotFound, Message: "the stream has ended"}, "")
 		return
@@ -201,6 +240,13 @@ func (h *Handler) promote(w http.ResponseWriter, r *http.Request) {
 	if len(p.Skip) > bundle.MaxSkip {
 		writeError(w, h.log, &bundle.Error{Code: bundle.CodeInvalid, Message: fmt.Sprintf("%d frames are to be skipped, more than %d", len(p.Skip), bundle.MaxSkip)}, "")
 		return
+	}
+	if p.Rest < 0 || p.Rest > bundle.MaxRest {
+		writeError(w, h.log, &bundle.Error{Code: bundle.CodeInvalid, Message: fmt.Sprintf("rest for %v, at most %v", p.Rest, bundle.MaxRest)}, "")
+		return
+	}
+	if p.Rest > 0 {
+		q.rest(p.Rest)
 	}
 	q.promote(p.Number, p.Frames)
 	if len(p.Skip) > 0 {
@@ -213,6 +259,15 @@ func (h *Handler) promote(w http.ResponseWriter, r *http.Request) {
 		q.release()
 	}
 	w.WriteHeader(http.StatusNoContent)
+}
+
+// stream finds one that whoever asks has begun, and may still pull.
+func (h *Handler) stream(ctx context.Context, id string) *queue {
+	q, of := h.streams.find(id)
+	if q == nil || of.subject != guard.Subject(ctx) || !h.o.Guard.May(ctx, access.Pull, of.repository) {
+		return nil
+	}
+	return q
 }
 
 func (h *Handler) pull(w http.ResponseWriter, r *http.Request) {
@@ -233,7 +288,7 @@ func (h *Handler) pull(w http.ResponseWriter, r *http.Request) {
 		fail(&bundle.Error{Code: bundle.CodeInvalid, Message: err.Error()}, "")
 		return
 	}
-	image, err := resolve(ctx, h.o.Catalog, h.o.Objects, req.Image)
+	image, err := h.resolve(ctx, req.Image)
 	if err != nil {
 		fail(err, ref(req.Image.Repository, req.Image.Reference))
 		return
@@ -244,9 +299,9 @@ func (h *Handler) pull(w http.ResponseWriter, r *http.Request) {
 	slow := newPatient(w, h.o.Patience)
 	defer slow.end()
 	out := bundle.NewWriter(slow)
-	s := &pull{h: h, req: req, image: image, about: ref(image.Repository, image.Reference), w: out, queue: &queue{}, client: client(r)}
+	s := &pull{h: h, req: req, image: image, about: ref(image.Repository, image.Reference), w: out, queue: &queue{}, client: client(r), conn: r.RemoteAddr}
 	s.flush = func() error { return errors.Join(out.Flush(), slow.Flush()) }
-	id := h.streams.add(s.queue)
+	id := h.streams.add(s.queue, owner{guard.Subject(ctx), image.Repository})
 	defer h.streams.remove(id)
 	if err := s.run(ctx, id); err != nil {
 		var gone writeFailed
@@ -274,6 +329,7 @@ type pull struct {
 	flush  func() error
 	queue  *queue
 	client string // who asks, as client says
+	conn   string // the connection
 	about  string // the image, in messages
 }
 
@@ -292,6 +348,8 @@ func (p *pull) run(ctx context.Context, id string) error {
 	if err != nil {
 		return err
 	}
+	head := p.head()
+	defer head.close()
 	d := planner.NewDifference(x)
 	var set *startup.Set
 	var delivery *startup.Delivery
@@ -310,7 +368,7 @@ func (p *pull) run(ctx context.Context, id string) error {
 	defer cancel()
 	plan := p.plan(planning, d, x, encoded, set, delivery)
 	p.queue.pause()
-	if ahead := p.h.streams.find(p.req.Ahead); ahead != nil && ahead != p.queue {
+	if ahead := p.h.stream(ctx, p.req.Ahead); ahead != nil && ahead != p.queue {
 		ahead.pause()
 		err = p.pages(ctx, x, delivery, plan)
 		ahead.resume()
@@ -331,6 +389,9 @@ func (p *pull) run(ctx context.Context, id string) error {
 	}
 	if err := plan.send(); err != nil {
 		return err
+	}
+	if delivery != nil {
+		head.end() // what the container needs has gone
 	}
 	if err := p.queue.send(ctx, p.h.frames, p.w, p.flush, p.h.o.Alive); err != nil {
 		return p.suspect(err)
@@ -400,10 +461,27 @@ func (p *pull) index(ctx context.Context, r catalog.Rootfs, encoded []byte) (x *
 	return x, err
 }
 
+// haveTime is for how long an image is compared with what a worker has. With more, more is sent than it lacks; and so beyond
+// Options.HaveSegments: workers have some millions at most.
+const haveTime = 30 * time.Second
+
 // have takes away what the worker has, one rootfs after the other, so that not
-// all of them need to be in memory. It returns the pages of the image that are here, merged.
+// all of them need to be in memory. It returns the pages of the image that are here, merged. What is
+// said twice counts once.
 func (p *pull) have(ctx context.Context, d *planner.Difference, wanted *planner.Index) (pages []trace.Run, err error) {
-	for _, have := range p.req.Have {
+	type rootfs struct{ chainID, toc digest.Digest }
+	seen := make(map[rootfs]bool, len(p.req.Have))
+	began, left := time.Now(), p.h.o.HaveSegments
+	for n, have := range p.req.Have {
+		if left <= 0 || time.Since(began) > haveTime {
+			p.h.log.Warn("a worker has too much to compare it all: more is sent than it lacks", "image", p.about, "rootfs", len(p.req.Have), "compared", n)
+			break
+		}
+		if key := (rootfs{have.ChainID, have.TOC}); seen[key] {
+			continue
+		} else {
+			seen[key] = true
+		}
 		r, err := p.h.o.Catalog.Rootfs(ctx, have.ChainID)
 		if errors.Is(err, catalog.ErrNotFound) || err == nil && r.TOC != have.TOC {
 			continue // a rootfs of another server, or of another time
@@ -420,6 +498,7 @@ func (p *pull) have(ctx context.Context, d *planner.Difference, wanted *planner.
 			p.h.log.Warn("a rootfs that a worker has cannot be read", "chain_id", have.ChainID, "error", err)
 			continue
 		}
+		left -= len(x.Table().Segments)
 		d.Have(x, have.Present)
 		if len(have.Pages) == 0 {
 			continue

@@ -47,8 +47,9 @@ type server struct {
 	max     startup.Limit
 	stop    func()
 	// repairs counts calls of Repair, which repairs nothing but what repair does, if it is not nil.
-	repairs atomic.Int32
-	repair  func()
+	repairs      atomic.Int32
+	repair       func()
+	haveSegments int // bundles.Options.HaveSegments
 }
 
 func start(t testing.TB, store objects.Store) *server {
@@ -65,10 +66,11 @@ func (s *server) serve(t testing.TB) {
 		s.stop()
 	}
 	h := bundles.New(bundles.Options{
-		StartupMax: s.max,
-		Catalog:    s.Catalog,
-		Objects:    s.Objects,
-		Log:        slog.New(slog.DiscardHandler),
+		StartupMax:   s.max,
+		HaveSegments: s.haveSegments,
+		Catalog:      s.Catalog,
+		Objects:      s.Objects,
+		Log:          slog.New(slog.DiscardHandler),
 		Rootfs: func(ctx context.Context, m *bundles.Resolved) (catalog.Rootfs, error) {
 			s.made.Add(1)
 			if err := s.refuse.Load(); err != nil {
@@ -415,6 +417,37 @@ func TestUpdateAndResume(t *testing.T) {
 	p = s.pull(t, req, nil)
 	if p.err != nil || p.image.TOC != nil || missing(old, half, p.segments) > 0 {
 		t.Errorf("resumed: %d segments missing, TOC of %d bytes, %v", missing(old, half, p.segments), len(p.image.TOC), p.err)
+	}
+}
+
+// What a worker says twice is compared once; and beyond the limit nothing is, so that more is sent.
+func TestHavesAreBounded(t *testing.T) {
+	s := start(t, nil)
+	_, old := s.image(t, "redis", "1", version(1), ocispec.ImageConfig{})
+	s.image(t, "redis", "2", version(2), ocispec.ImageConfig{})
+	_, other := s.image(t, "other", "1", plannertest.Files{"/x": "x"}, ocispec.ImageConfig{})
+	first, second := s.pull(t, request("redis", "1"), nil), s.pull(t, request("other", "1"), nil)
+	has := bundle.Have{ChainID: old.ChainID, TOC: first.image.TOCDigest}
+	tiny := bundle.Have{ChainID: other.ChainID, TOC: second.image.TOCDigest}
+
+	s.haveSegments = len(old.Segments) + 1
+	s.serve(t)
+	req := request("redis", "2")
+	all := s.pull(t, req, nil)
+	for what, test := range map[string]struct {
+		have []bundle.Have
+		less bool
+	}{
+		"one":                 {[]bundle.Have{has}, true},
+		"the same often":      {append(slices.Repeat([]bundle.Have{has}, 4000), tiny), true},
+		"behind one":          {[]bundle.Have{tiny, has}, true},
+		"behind one too many": {[]bundle.Have{tiny, {ChainID: all.toc.ChainID, TOC: all.image.TOCDigest, Present: []byte{0}}, has}, false},
+	} {
+		req.Have = test.have
+		p := s.pull(t, req, nil)
+		if p.err != nil || (len(p.segments) < len(all.segments)) != test.less {
+			t.Errorf("%s: %d segments of %d, %v", what, len(p.segments), len(all.segments), p.err)
+		}
 	}
 }
 

@@ -11,6 +11,7 @@ import (
 
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/server/catalog"
+	"hydrofoil.dev/foil/internal/server/guard"
 )
 
 // statuses says how an error's code is told before the stream has begun.
@@ -31,6 +32,8 @@ func wireError(err error, ref string) *bundle.Error {
 	var e *bundle.Error
 	code, message := bundle.CodeInternal, "the server failed; its log says how"
 	switch {
+	case isDenied(err):
+		return &bundle.Error{Code: bundle.CodeUnauthorized, Message: err.Error(), Ref: ref}
 	case errors.As(err, &e):
 		if e.Ref == "" && ref != "" {
 			e = &bundle.Error{Code: e.Code, Message: e.Message, Ref: ref}
@@ -44,6 +47,11 @@ func wireError(err error, ref string) *bundle.Error {
 		code, message = bundle.CodeCorrupt, "bytes of it are missing or damaged on the server; push the image again"
 	}
 	return &bundle.Error{Code: code, Message: message, Ref: ref}
+}
+
+func isDenied(err error) bool {
+	_, ok := errors.AsType[*guard.Denied](err)
+	return ok
 }
 
 // errDamaged is returned, wrapped, when stored bytes are not what their digest
@@ -64,6 +72,11 @@ func writeError(w http.ResponseWriter, log *slog.Logger, err error, ref string) 
 	}
 	if status >= 500 {
 		log.Error("bundle failed", "image", ref, "error", err)
+	}
+	if denied, ok := errors.AsType[*guard.Denied](err); ok {
+		if denied.SetChallenge(w); !denied.Unknown {
+			status = http.StatusForbidden
+		}
 	}
 	if asks, ok := errors.AsType[retryAfter](err); ok {
 		bundle.SetRetryAfter(w.Header(), asks.RetryAfter())

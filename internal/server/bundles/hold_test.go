@@ -151,6 +151,37 @@ func TestHold(t *testing.T) {
 	})
 }
 
+// TestRest: a stream that is told to rest sends what is promoted, and goes on by itself.
+func TestRest(t *testing.T) {
+	dir, err := objects.OpenDir(t.TempDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := start(t, dir)
+	files := plannertest.Files{}
+	for i := range 20 {
+		files[fmt.Sprintf("/f%02d", i)] = text(uint64(10+i), 200_000)
+	}
+	s.image(t, "app", "1", files, ocispec.ImageConfig{})
+	req := request("app", "1")
+	req.Choose = true // nothing is sent before
+	h := s.holding(t, req, false)
+	s.promotion(t, bundle.Promotion{Stream: h.stream, Rest: bundle.MaxRest})
+	s.promotion(t, bundle.Promotion{Stream: h.stream, Frames: []uint32{h.frames - 1}, Number: 1, Chosen: true})
+	if n := h.next(t); n != h.frames-1 {
+		t.Errorf("frame %d, promoted was %d", n, h.frames-1)
+	}
+	h.rest(t, h.frames-1)
+	for _, d := range []time.Duration{-1, bundle.MaxRest + 1} {
+		h := s.holding(t, req, false)
+		if resp := s.post(t, t.Context(), bundle.PromotePath, bundle.Promotion{Stream: h.stream, Rest: d}); resp.StatusCode != http.StatusBadRequest {
+			t.Errorf("a rest of %v is answered with %s", d, resp.Status)
+		}
+		s.promotion(t, bundle.Promotion{Stream: h.stream, Chosen: true})
+		h.rest(t)
+	}
+}
+
 // TestChoose: a stream waits for the worker's choice, then sends what was not skipped.
 func TestChoose(t *testing.T) {
 	dir, err := objects.OpenDir(t.TempDir())

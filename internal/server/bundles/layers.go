@@ -51,7 +51,7 @@ func (h *Handler) layer(w http.ResponseWriter, r *http.Request, send func(*layer
 		writeError(w, h.log, &bundle.Error{Code: bundle.CodeInvalid, Message: err.Error()}, "")
 		return
 	}
-	image, err := resolve(ctx, h.o.Catalog, h.o.Objects, req.Image)
+	image, err := h.resolve(ctx, req.Image)
 	if err == nil && req.Layer >= len(image.Layers) {
 		err = &bundle.Error{Code: bundle.CodeInvalid, Message: fmt.Sprintf("it has %d layers, there is no layer %d", len(image.Layers), req.Layer)}
 	}

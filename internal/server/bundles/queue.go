@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"hydrofoil.dev/foil/internal/server/planner"
+	"hydrofoil.dev/foil/internal/server/turns"
 )
 
 // list says which frames of a plan a stream sends next. It is a value without locks or clocks; queue
@@ -27,6 +28,8 @@ type list struct {
 	released bool             // it is not held any more
 	choosing bool             // as bundle.Request.Choose says
 	chosen   bool             // the choice has come
+	behind   bool             // it is others' turn to send what is not promoted
+	resting  bool             // as bundle.Promotion.Rest says
 }
 
 // start gives the list its frames.
@@ -79,15 +82,20 @@ func (l *list) promote(number uint64, frames []uint32) {
 }
 
 // waits reports whether what is not promoted is kept back.
-func (l *list) waits() bool { return l.paused > 0 || l.held || l.choosing }
+func (l *list) waits() bool { return l.paused > 0 || l.held || l.choosing || l.resting }
+
+// urgent reports whether something promoted is to be sent.
+func (l *list) urgent() bool {
+	for len(l.promoted) > 0 && l.taken[l.promoted[0]] {
+		l.promoted = l.promoted[1:]
+	}
+	return len(l.promoted) > 0
+}
 
 // take appends what is to be sent now to run: frames that lie one after the other in one pack, or
 // one frame that has to be made; none when nothing may be sent.
 func (l *list) take(run []uint32) []uint32 {
-	for len(l.promoted) > 0 && l.taken[l.promoted[0]] {
-		l.promoted = l.promoted[1:]
-	}
-	promoted := len(l.promoted) > 0
+	promoted := l.urgent()
 	follows := func() (uint32, bool) { // the frame that is to be sent next
 		if promoted {
 			if len(l.promoted) == 0 {
@@ -100,7 +108,7 @@ func (l *list) take(run []uint32) []uint32 {
 		}
 		return uint32(l.next), l.next < len(l.taken)
 	}
-	if !promoted && l.waits() {
+	if !promoted && (l.waits() || l.behind) {
 		return run
 	}
 	bytes := uint32(0)
@@ -137,7 +145,21 @@ type queue struct {
 	mu      sync.Mutex
 	list    list          // guarded by mu, but for sources, which do not change once there are some
 	changed chan struct{} // guarded by mu: closed when list changes; nil: nobody waits
+	rests   *time.Timer   // guarded by mu: ends list.resting; nil: it never was
+
+	stream *turns.Stream // guarded by mu: takes turns with others, once settle was called
+	asked  bool          // guarded by mu: stream has asked for a turn
+	turn   *turns.Turn   // guarded by mu: which it has got, for what is taken next
+
+	// What others wait for: as turns.Turns.Urgent; nil: nothing. favour is how many bytes more may go so; of
+	// who takes frames.
+	urgent func() (end func())
+	favour int64
 }
+
+// favourMost is how many promoted bytes of a stream others wait for. A worker that promotes more is not waiting
+// for a start.
+const favourMost = 64 << 20
 
 // change calls fn with the list, and wakes who waits.
 func (q *queue) change(fn func(*list)) {
@@ -194,26 +216,60 @@ func (q *queue) choose(most time.Duration) (end func()) {
 // choice ends what choose does.
 func (q *queue) choice() { q.change(func(l *list) { l.choosing, l.chosen = false, true }) }
 
+// rest keeps back what is not promoted for some time from now on, whatever earlier calls said.
+func (q *queue) rest(d time.Duration) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.list.resting = true
+	if q.rests != nil {
+		q.rests.Reset(d)
+		return
+	}
+	q.rests = time.AfterFunc(d, func() { q.change(func(l *list) { l.resting = false }) })
+}
+
 // skip skips frames: see list.skip.
 func (q *queue) skip(frames []uint32) { q.change(func(l *list) { l.skip(frames) }) }
 
-// wait waits until something may be sent, and takes it; none at the end.
-func (q *queue) wait(ctx context.Context, run []uint32) ([]uint32, error) {
+// settle has what is not promoted take turns with the rests of others, from now on.
+func (q *queue) settle(s *turns.Stream) {
+	q.change(func(l *list) { q.stream, l.behind = s, true })
+}
+
+// wait waits until something may be sent, and has c be that; no frames at the end.
+func (q *queue) wait(ctx context.Context, c *chunk) error {
 	for {
 		q.mu.Lock()
-		if run = q.list.take(run[:0]); len(run) > 0 || q.list.left == 0 {
+		promoted := q.list.urgent()
+		if c.frames = q.list.take(c.frames[:0]); len(c.frames) > 0 || q.list.left == 0 {
+			if len(c.frames) > 0 && !promoted && q.stream != nil {
+				q.list.behind, c.turn, q.turn = true, q.turn, nil
+			}
 			q.mu.Unlock()
-			return run, nil
+			if promoted && q.urgent != nil && q.favour > 0 {
+				c.urgent = q.urgent()
+			}
+			return nil
 		}
 		if q.changed == nil {
 			q.changed = make(chan struct{})
 		}
 		changed := q.changed
+		ask := q.list.behind && !q.list.waits() && !q.asked
+		if ask {
+			q.asked = true
+		}
+		stream := q.stream
 		q.mu.Unlock()
+		if ask {
+			stream.Ask(func(t *turns.Turn) {
+				q.change(func(l *list) { q.asked, q.turn, l.behind = false, t, false })
+			})
+		}
 		select {
 		case <-changed:
 		case <-ctx.Done():
-			return nil, ctx.Err()
+			return ctx.Err()
 		}
 	}
 }
@@ -225,9 +281,9 @@ func (q *queue) takeNow(run []uint32) ([]uint32, []planner.Source) {
 	return q.list.take(run[:0]), q.list.sources
 }
 
-// waits reports whether what is left is kept back.
+// waits reports whether what is left is kept back, or may wait for its turn.
 func (q *queue) waits() bool {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	return q.list.waits()
+	return q.list.waits() || q.list.behind
 }

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"slices"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -13,6 +14,7 @@ import (
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/server/objects/objectstest"
 	"hydrofoil.dev/foil/internal/server/planner"
+	"hydrofoil.dev/foil/internal/server/turns"
 )
 
 // newQueue returns a queue of n frames that lie one after the other in one pack.
@@ -175,7 +177,9 @@ func TestQueueChoice(t *testing.T) {
 				}
 				defer q.choose(bundle.MaxChoice)()
 				began := time.Now()
-				run, err := q.wait(t.Context(), nil)
+				var taken chunk
+				err := q.wait(t.Context(), &taken)
+				run := taken.frames
 				want := []uint32{2, 3, 4}
 				if c.after == time.Hour {
 					want = []uint32{0, 1, 2, 3, 4}
@@ -213,20 +217,59 @@ func TestQueueHeld(t *testing.T) {
 					c.do(q)
 				}()
 				began := time.Now()
-				var got [][]uint32
-				for {
-					run, err := q.wait(context.Background(), nil)
-					if err != nil {
-						t.Fatal(err)
-					}
-					if len(run) == 0 {
-						break
-					}
-					got = append(got, run)
-				}
+				got := drained(t, q)
 				if !slices.EqualFunc(got, c.want, slices.Equal) || time.Since(began) != c.took {
 					t.Errorf("%v after %v, want %v after %v", got, time.Since(began), c.want, c.took)
 				}
+			})
+		})
+	}
+}
+
+// drained waits for all that a queue sends, and returns the frames of each chunk.
+func drained(t *testing.T, q *queue) (got [][]uint32) {
+	t.Helper()
+	for {
+		var c chunk
+		if err := q.wait(t.Context(), &c); err != nil {
+			t.Fatal(err)
+		}
+		if len(c.frames) == 0 {
+			return got
+		}
+		got = append(got, c.frames)
+	}
+}
+
+// TestQueueRest: what was not promoted waits for the end of the last rest that was asked for.
+func TestQueueRest(t *testing.T) {
+	for name, c := range map[string]struct {
+		do   func(q *queue)
+		want [][]uint32
+		took time.Duration
+	}{
+		"once": {func(q *queue) { q.rest(400 * time.Millisecond) }, [][]uint32{{0, 1, 2, 3, 4}}, 400 * time.Millisecond},
+		"again": {func(q *queue) {
+			q.rest(400 * time.Millisecond)
+			time.Sleep(300 * time.Millisecond)
+			q.rest(400 * time.Millisecond)
+		}, [][]uint32{{0, 1, 2, 3, 4}}, 700 * time.Millisecond},
+		"shorter":        {func(q *queue) { q.rest(time.Second); q.rest(time.Millisecond) }, [][]uint32{{0, 1, 2, 3, 4}}, time.Millisecond},
+		"promoted":       {func(q *queue) { q.rest(time.Second); q.promote(0, []uint32{3}) }, [][]uint32{{3}, {0, 1, 2}, {4}}, time.Second},
+		"a hold as well": {func(q *queue) { q.hold(2 * time.Second); q.rest(time.Second) }, [][]uint32{{0, 1, 2, 3, 4}}, 2 * time.Second},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				q := newQueue(5)
+				began := time.Now()
+				q.pause()
+				c.do(q)
+				q.resume()
+				got := drained(t, q)
+				if !slices.EqualFunc(got, c.want, slices.Equal) || time.Since(began) != c.took {
+					t.Errorf("%v after %v, want %v after %v", got, time.Since(began), c.want, c.took)
+				}
+				time.Sleep(time.Second)
 			})
 		})
 	}
@@ -261,6 +304,113 @@ func TestAliveWhileHeld(t *testing.T) {
 		}
 		if silence != 15*time.Second {
 			t.Errorf("silent for %v", silence)
+		}
+	})
+}
+
+// TestQueueTakesTurns: a rest waits while something is urgent on its connection, promoted
+// frames do not, and others wait for those.
+func TestQueueTakesTurns(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		all := turns.New(1)
+		q := newQueue(6)
+		q.urgent, q.favour = func() func() { return all.Urgent("conn") }, 3000
+		stream := all.Stream("conn")
+		defer stream.Close()
+		q.settle(stream)
+		end := all.Urgent("conn")
+		time.AfterFunc(100*time.Millisecond, func() { q.promote(0, []uint32{5}) })
+		time.AfterFunc(300*time.Millisecond, end)
+		began := time.Now()
+		next := func(want []uint32, after time.Duration) *chunk {
+			t.Helper()
+			var c chunk
+			if err := q.wait(t.Context(), &c); err != nil {
+				t.Fatal(err)
+			}
+			if !slices.Equal(c.frames, want) || time.Since(began) != after {
+				t.Errorf("%v after %v, want %v after %v", c.frames, time.Since(began), want, after)
+			}
+			return &c
+		}
+		c := next([]uint32{5}, 100*time.Millisecond)
+		if c.urgent == nil || c.turn != nil {
+			t.Error("what was promoted is not urgent")
+		}
+		c.sent(1000)
+		if c = next([]uint32{0, 1, 2, 3, 4}, 300*time.Millisecond); c.urgent != nil || c.turn == nil {
+			t.Error("a rest goes without a turn")
+		}
+		c.sent(1000)
+	})
+}
+
+// TestFavourIsBounded: who promotes all there is has others wait for some of it.
+func TestFavourIsBounded(t *testing.T) {
+	store := objectstest.NewMemory()
+	w, err := store.Create(t.Context(), "p")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer w.Close()
+	if _, err := w.Write(make([]byte, 5000)); err != nil {
+		t.Fatal(err)
+	}
+	if err := w.Commit(); err != nil {
+		t.Fatal(err)
+	}
+	q := newQueue(5)
+	var began, ended atomic.Int64
+	q.urgent, q.favour = func() func() { began.Add(1); return func() { ended.Add(1) } }, 2000
+	q.promote(0, []uint32{4, 3, 2, 1, 0})
+	var b bytes.Buffer
+	if err := q.send(t.Context(), source{store: store}, bundle.NewWriter(&b), func() error { return nil }, time.Minute); err != nil {
+		t.Fatal(err)
+	}
+	if began.Load() != 2 || ended.Load() != 2 {
+		t.Errorf("%d began, %d ended, want two of each", began.Load(), ended.Load())
+	}
+}
+
+// TestStreamMemory: whatever the frames are, a stream holds two runs of them.
+func TestStreamMemory(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		store := objectstest.NewMemory()
+		w, err := store.Create(context.Background(), "p")
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer w.Close()
+		var sources []planner.Source
+		offset := int64(0)
+		for range rapid.IntRange(1, 8).Draw(t, "frames") {
+			n := rapid.OneOf(rapid.Uint32Range(1, 4<<10), rapid.Uint32Range(1, bundle.MaxFrame)).Draw(t, "length")
+			sources = append(sources, planner.Source{Parts: []planner.Part{{Pack: "p", Offset: offset, Length: n}}})
+			offset += int64(n)
+		}
+		if _, err := w.Write(make([]byte, offset)); err != nil {
+			t.Fatal(err)
+		}
+		if err := w.Commit(); err != nil {
+			t.Fatal(err)
+		}
+		q := &queue{}
+		q.start(sources)
+		var c chunk
+		defer c.close()
+		for {
+			if err := q.wait(context.Background(), &c); err != nil {
+				t.Fatal(err)
+			}
+			if len(c.frames) == 0 {
+				break
+			}
+			if err := (source{store: store}).fill(context.Background(), sources, &c); err != nil {
+				t.Fatal(err)
+			}
+			if cap(c.buf) > chunkMost {
+				t.Fatalf("%d bytes for %d frames, at most %d", cap(c.buf), len(c.frames), chunkMost)
+			}
 		}
 	})
 }

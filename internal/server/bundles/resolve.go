@@ -14,7 +14,9 @@ import (
 
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/format/oci"
+	"hydrofoil.dev/foil/internal/server/access"
 	"hydrofoil.dev/foil/internal/server/catalog"
+	"hydrofoil.dev/foil/internal/server/guard"
 	"hydrofoil.dev/foil/internal/server/objects"
 )
 
@@ -43,6 +45,20 @@ func ref(repository, reference string) string {
 		return repository + "@" + reference
 	}
 	return repository + ":" + reference
+}
+
+// resolve finds an image for a request, if its sender may pull it, or what they find who may not: nothing.
+// Errors: bundle.Error, *guard.Denied.
+func (h *Handler) resolve(ctx context.Context, want bundle.ImageRequest) (*Resolved, error) {
+	cat := catalog.Repositories(h.o.Catalog)
+	err := h.o.Guard.Check(ctx, access.Pull, want.Repository, want.Reference)
+	if guard.Hides(err) {
+		cat, err = h.hidden, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	return resolve(ctx, cat, h.o.Objects, want)
 }
 
 // resolve finds an image by what its repository holds, and nothing else: a

@@ -18,6 +18,8 @@ import (
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/format/toc"
 	"hydrofoil.dev/foil/internal/format/trace"
+	"hydrofoil.dev/foil/internal/server/access"
+	"hydrofoil.dev/foil/internal/server/guard"
 	"hydrofoil.dev/foil/internal/server/planner"
 	"hydrofoil.dev/foil/internal/server/startup"
 )
@@ -121,13 +123,16 @@ func (h *Handler) loadTOC(ctx context.Context, chainID digest.Digest) (*toc.TOC,
 }
 
 // named resolves the image that a request's parameters name, as a pull does, and
-// returns its index.
-func (h *Handler) named(r *http.Request) (*Resolved, *planner.Index, error) {
+// returns its index. Whoever asks must have the right besides that to pull.
+func (h *Handler) named(r *http.Request, right access.Right) (*Resolved, *planner.Index, error) {
 	want := bundle.ImageRequest{Repository: r.URL.Query().Get("repository"), Reference: r.URL.Query().Get("reference")}
 	if want.Repository == "" || want.Reference == "" {
 		return nil, nil, &bundle.Error{Code: bundle.CodeInvalid, Message: "want the parameters repository and reference"}
 	}
-	m, err := resolve(r.Context(), h.o.Catalog, h.o.Objects, want)
+	m, err := h.resolve(r.Context(), want)
+	if err == nil && right != access.Pull {
+		err = h.o.Guard.Check(r.Context(), right, want.Repository, want.Reference)
+	}
 	if err != nil {
 		return nil, nil, err
 	}
@@ -141,13 +146,25 @@ func about(r *http.Request) string {
 	return ref(q.Get("repository"), q.Get("reference"))
 }
 
+// rightFor is what a trace wants: one that was recorded decides what a startup set has, reports have little weight
+// each. What is no trace is refused in any case.
+func (h *Handler) rightFor(body []byte) access.Right {
+	if h.o.Guard == nil {
+		return access.Pull
+	}
+	if t, err := trace.Decode(body); err == nil && t.Kind == trace.Reported {
+		return access.Pull
+	}
+	return access.Teach
+}
+
 // trace takes a trace.
 func (h *Handler) trace(w http.ResponseWriter, r *http.Request) {
 	b, err := h.body(w, r, trace.MaxEncoded)
 	if err == nil {
 		var m *Resolved
 		var x *planner.Index
-		if m, x, err = h.named(r); err == nil {
+		if m, x, err = h.named(r, h.rightFor(b)); err == nil {
 			err = h.sets.Add(r.Context(), m.startupImage(x.TOC()), x.Table(), client(r), b)
 		}
 	}
@@ -163,7 +180,7 @@ func (h *Handler) trace(w http.ResponseWriter, r *http.Request) {
 
 // startup answers with what there is of an image's startup sets.
 func (h *Handler) startup(w http.ResponseWriter, r *http.Request) {
-	m, x, err := h.named(r)
+	m, x, err := h.named(r, access.Pull)
 	var v any
 	if err == nil {
 		if id := r.URL.Query().Get("service"); id != "" {
@@ -185,7 +202,7 @@ func (h *Handler) startup(w http.ResponseWriter, r *http.Request) {
 
 // forget forgets a service, or all of an image's.
 func (h *Handler) forget(w http.ResponseWriter, r *http.Request) {
-	m, x, err := h.named(r)
+	m, x, err := h.named(r, access.Teach)
 	if err == nil {
 		err = h.sets.Forget(r.Context(), m.startupImage(x.TOC()), r.URL.Query().Get("service"))
 	}
@@ -206,6 +223,9 @@ func client(r *http.Request) string {
 	host, _, err := net.SplitHostPort(r.RemoteAddr)
 	if err != nil {
 		host = r.RemoteAddr
+	}
+	if a := guard.Address(r.Context()); a.IsValid() { // behind a proxy
+		host = a.String()
 	}
 	if a, err := netip.ParseAddr(host); err == nil {
 		a = a.Unmap().WithZone("")

@@ -18,28 +18,41 @@ import (
 	"hydrofoil.dev/foil/internal/server/cache"
 	"hydrofoil.dev/foil/internal/server/objects"
 	"hydrofoil.dev/foil/internal/server/planner"
+	"hydrofoil.dev/foil/internal/server/turns"
 )
 
 // runBytes is how much is read from a pack at once. Two runs are ahead of the
 // network: a promoted frame waits for no more than that.
 const runBytes = 256 << 10
 
+// chunkMost is the most memory that a run takes: one frame of the largest size, and what the slice has
+// grown too much. A stream holds two.
+const chunkMost = 3 << 19
+
 // streams are the bundles under way, by ID.
 type streams struct {
 	mu sync.Mutex
-	m  map[string]*queue // guarded by mu
+	m  map[string]stream // guarded by mu
 }
 
-// add gives a queue an ID that nobody can guess: it is the only permission that
-// a promotion needs.
-func (s *streams) add(q *queue) (id string) {
+type stream struct {
+	queue *queue
+	owner
+}
+
+// owner is who began a stream, and the repository of what it sends.
+type owner struct{ subject, repository string }
+
+// add gives a queue an ID that nobody can guess: where the server is open it is the only
+// permission that a promotion needs.
+func (s *streams) add(q *queue, of owner) (id string) {
 	id = rand.Text()
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.m == nil {
-		s.m = map[string]*queue{}
+		s.m = map[string]stream{}
 	}
-	s.m[id] = q
+	s.m[id] = stream{q, of}
 	return id
 }
 
@@ -55,10 +68,11 @@ func (s *streams) count() int {
 	return len(s.m)
 }
 
-func (s *streams) find(id string) *queue {
+// find returns a stream; nil: there is none.
+func (s *streams) find(id string) (*queue, owner) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.m[id]
+	return s.m[id].queue, s.m[id].owner
 }
 
 // chunk is a run of frames on its way.
@@ -66,6 +80,9 @@ type chunk struct {
 	frames []uint32
 	buf    []byte // their sections; reused
 	err    error
+
+	turn   *turns.Turn // in which it goes; nil: it needs none
+	urgent func()      // ends that others wait for it; nil: they do not
 
 	// What the last frames came from, kept open for the next ones. file is nil
 	// if the pack is not in a file.
@@ -91,6 +108,17 @@ func (c *chunk) open(ctx context.Context, store objects.Store, all planner.Part)
 	return nil
 }
 
+// sent ends what others may wait for, after n bytes went out.
+func (c *chunk) sent(n int) {
+	if c.turn != nil {
+		c.turn.Done(n)
+	}
+	if c.urgent != nil {
+		c.urgent()
+	}
+	c.turn, c.urgent = nil, nil
+}
+
 // close closes what was read from.
 func (c *chunk) close() {
 	if c.reader != nil {
@@ -108,6 +136,8 @@ type source struct {
 	// made keeps frames that were made of picks, since many workers ask for the
 	// same: by what they were made of.
 	made *cache.Cache[[]byte]
+	// making has room for as many as may be made at a time: each decodes and compresses a frame.
+	making chan struct{}
 }
 
 // read reads chunks until the queue is empty or ctx ends, and closes out. Used
@@ -121,11 +151,13 @@ func (q *queue) read(ctx context.Context, from source, out chan<- *chunk, free <
 		case <-ctx.Done():
 			return
 		}
-		var err error
-		if c.frames, err = q.wait(ctx, c.frames); err != nil || len(c.frames) == 0 {
+		if err := q.wait(ctx, c); err != nil || len(c.frames) == 0 {
 			return
 		}
 		c.err = from.fill(ctx, q.list.sources, c) // sources do not change any more
+		if c.urgent != nil {
+			q.favour -= int64(len(c.buf))
+		}
 		select {
 		case out <- c:
 		case <-ctx.Done():
@@ -143,6 +175,12 @@ func (from source) fill(ctx context.Context, sources []planner.Source, c *chunk)
 	first := sources[c.frames[0]]
 	if !first.Whole() {
 		b, err := from.made.Get(ctx, nameOf(first), func(ctx context.Context) ([]byte, error) {
+			select {
+			case from.making <- struct{}{}:
+				defer func() { <-from.making }()
+			case <-ctx.Done():
+				return nil, ctx.Err()
+			}
 			return makeFrame(ctx, from.store, first)
 		})
 		if err != nil {
@@ -244,6 +282,7 @@ func (q *queue) send(ctx context.Context, from source, w *bundle.Writer, flush f
 		for range out { // wait for read
 		}
 		for i := range chunks {
+			chunks[i].sent(0)
 			chunks[i].close()
 		}
 	}()
@@ -272,6 +311,7 @@ func (q *queue) send(ctx context.Context, from source, w *bundle.Writer, flush f
 		if err := flush(); err != nil {
 			return writeFailed{err}
 		}
+		c.sent(len(c.buf))
 		free <- c
 	}
 }

@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"iter"
 	"time"
 
 	"github.com/opencontainers/go-digest"
@@ -16,6 +17,9 @@ import (
 
 // ErrNotFound is returned, wrapped, when what was asked for is not there.
 var ErrNotFound = errors.New("not in the catalog")
+
+// ErrDamaged is returned, wrapped, for a catalog whose file is damaged.
+var ErrDamaged = errors.New("the catalog is damaged")
 
 // Catalog is all of it. Each method is one transaction, durable (it survives a
 // power cut) when it returns nil. Every method is safe for concurrent use.
@@ -51,9 +55,10 @@ type Repositories interface {
 	Manifest(ctx context.Context, repo string, d digest.Digest) (Manifest, error)
 	// DeleteManifest removes it and the tags that name it. Errors: ErrNotFound.
 	DeleteManifest(ctx context.Context, repo string, d digest.Digest) error
-	// Referrers returns the manifests of repo whose subject is d, oldest first;
-	// artifactType filters unless empty.
-	Referrers(ctx context.Context, repo string, d digest.Digest, artifactType string) ([]Manifest, error)
+	// Referrers yields the manifests of repo whose subject is d, oldest first, one after the
+	// other: who stops has only those in memory that it keeps. artifactType filters unless empty. after is the
+	// one before the first that is wanted; if there is no such one they begin with the oldest. An error is the last.
+	Referrers(ctx context.Context, repo string, d digest.Digest, artifactType string, after digest.Digest) iter.Seq2[Referrer, error]
 
 	// Tag resolves a tag. Errors: ErrNotFound.
 	Tag(ctx context.Context, repo, tag string) (digest.Digest, error)
@@ -89,6 +94,15 @@ type Manifest struct {
 	Annotations  map[string]string
 	Bytes        []byte
 	Pushed       time.Time
+}
+
+// Referrer is a manifest as lists of referrers have it.
+type Referrer struct {
+	Digest       digest.Digest
+	MediaType    string
+	ArtifactType string
+	Annotations  map[string]string
+	Size         int64 // bytes
 }
 
 // Dedup is the deduplicating store's part: packs, frames, segments, and what

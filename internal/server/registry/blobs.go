@@ -12,7 +12,9 @@ import (
 
 	"github.com/opencontainers/go-digest"
 
+	"hydrofoil.dev/foil/internal/server/access"
 	"hydrofoil.dev/foil/internal/server/catalog"
+	"hydrofoil.dev/foil/internal/server/guard"
 	"hydrofoil.dev/foil/internal/server/objects"
 )
 
@@ -209,16 +211,11 @@ func (r *Registry) commitBlob(ctx context.Context, name string, d digest.Digest,
 }
 
 // mountBlob makes a blob that is here a blob of the repository as well. Without
-// from, any repository will do. It reports whether there was one.
+// from, any repository will do. It reports whether there was one that whoever asks may pull
+// from: a digest is no permission.
 func (r *Registry) mountBlob(ctx context.Context, name, from string, d digest.Digest) (bool, error) {
 	defer r.blobs.lock(d.String())()
-	var b catalog.Blob
-	var err error
-	if from == "" {
-		b, err = r.opts.Catalog.AnyBlob(ctx, d)
-	} else {
-		b, err = r.opts.Catalog.Blob(ctx, from, d)
-	}
+	b, err := r.mountable(ctx, from, d)
 	if errors.Is(err, catalog.ErrNotFound) {
 		return false, nil
 	}
@@ -233,4 +230,32 @@ func (r *Registry) mountBlob(ctx context.Context, name, from string, d digest.Di
 		err = r.opts.Catalog.LinkBlob(context.WithoutCancel(ctx), name, b)
 	}
 	return err == nil, err
+}
+
+// mountable finds a blob where it may be pulled. Errors: catalog.ErrNotFound.
+func (r *Registry) mountable(ctx context.Context, from string, d digest.Digest) (catalog.Blob, error) {
+	cat := r.opts.Catalog
+	if from != "" {
+		err := r.opts.Guard.Check(ctx, access.Pull, from, d.String())
+		if _, denied := errors.AsType[*guard.Denied](err); denied {
+			cat, err = r.hidden.opts.Catalog, nil
+		}
+		if err != nil {
+			return catalog.Blob{}, err
+		}
+		return cat.Blob(ctx, from, d)
+	}
+	if r.opts.Guard == nil {
+		return cat.AnyBlob(ctx, d)
+	}
+	holders, err := cat.Holders(ctx, d)
+	if err != nil {
+		return catalog.Blob{}, err
+	}
+	for _, name := range holders {
+		if r.opts.Guard.May(ctx, access.Pull, name) {
+			return cat.Blob(ctx, name, d)
+		}
+	}
+	return catalog.Blob{}, catalog.ErrNotFound
 }

@@ -13,6 +13,7 @@ import (
 
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/server/catalog"
+	"hydrofoil.dev/foil/internal/server/guard"
 )
 
 // kind is what went wrong with a request.
@@ -121,6 +122,11 @@ type apiError struct {
 }
 
 func (r *Registry) writeError(w http.ResponseWriter, req *http.Request, err error) {
+	if denied, ok := errors.AsType[*guard.Denied](err); ok {
+		denied.Write(w)
+		hearOut(w, req)
+		return
+	}
 	e := classify(err)
 	known := wire[e.kind]
 	if a, ok := errors.AsType[answerer](err); ok && e.kind == internal {
@@ -139,8 +145,12 @@ func (r *Registry) writeError(w http.ResponseWriter, req *http.Request, err erro
 	if err := writeJSON(w, known.status, "application/json", body); err != nil {
 		r.log.Error("answer not written", "method", req.Method, "path", req.URL.Path, "error", err)
 	}
-	// The HTTP server has said that it closes the connection if more is to come than it
-	// reads itself.
+	hearOut(w, req)
+}
+
+// hearOut reads what a client goes on sending whose request was refused. The HTTP server has said
+// that it closes the connection if more is to come than it reads itself.
+func hearOut(w http.ResponseWriter, req *http.Request) {
 	rc := http.NewResponseController(w)
 	if req.ProtoMajor == 1 && rc.Flush() == nil && rc.SetReadDeadline(time.Now().Add(refused)) == nil {
 		_, _ = io.Copy(io.Discard, req.Body)

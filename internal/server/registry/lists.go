@@ -1,12 +1,16 @@
 package registry
 
 import (
+	"context"
 	"net/http"
 	"net/url"
 	"strconv"
 
+	"github.com/opencontainers/go-digest"
 	"github.com/opencontainers/image-spec/specs-go"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+
+	"hydrofoil.dev/foil/internal/server/access"
 )
 
 // page answers a list request: names is asked for at most limit of them after
@@ -60,7 +64,7 @@ func (r *Registry) listTags(w http.ResponseWriter, req *http.Request, name, _ st
 // was made from.
 func (r *Registry) listRepositories(w http.ResponseWriter, req *http.Request, _, _ string) error {
 	names, err := r.page(w, req, func(last string, limit int) ([]string, error) {
-		return r.opts.Catalog.ListRepositories(req.Context(), last, limit)
+		return r.mayPull(req.Context(), last, limit)
 	})
 	if err != nil {
 		return err
@@ -68,6 +72,29 @@ func (r *Registry) listRepositories(w http.ResponseWriter, req *http.Request, _,
 	return writeJSON(w, http.StatusOK, "application/json", struct {
 		Repositories []string `json:"repositories"`
 	}{names})
+}
+
+// mayPull lists repositories that whoever asks may pull from.
+func (r *Registry) mayPull(ctx context.Context, last string, limit int) (names []string, err error) {
+	if r.opts.Guard == nil {
+		return r.opts.Catalog.ListRepositories(ctx, last, limit)
+	}
+	for len(names) < limit {
+		some, err := r.opts.Catalog.ListRepositories(ctx, last, r.opts.MaxPage)
+		if err != nil {
+			return nil, err
+		}
+		for _, name := range some {
+			if len(names) < limit && r.opts.Guard.May(ctx, access.Pull, name) {
+				names = append(names, name)
+			}
+		}
+		if len(some) < r.opts.MaxPage {
+			break
+		}
+		last = some[len(some)-1]
+	}
+	return names, nil
 }
 
 // listReferrers answers with an index of the manifests whose subject is arg.
@@ -78,18 +105,12 @@ func (r *Registry) listReferrers(w http.ResponseWriter, req *http.Request, name,
 	}
 	q := req.URL.Query()
 	artifactType := q.Get("artifactType")
-	manifests, err := r.opts.Catalog.Referrers(req.Context(), name, d, artifactType)
-	if err != nil {
-		return err
-	}
 	// The last parameter is ours: the digest that the page before ended with.
 	// If that one has been deleted meanwhile the list starts over.
-	if last := q.Get("last"); last != "" {
-		for i, m := range manifests {
-			if m.Digest.String() == last {
-				manifests = manifests[i+1:]
-				break
-			}
+	var last digest.Digest
+	if s := q.Get("last"); s != "" {
+		if last, err = parseDigest(s); err != nil {
+			return err
 		}
 	}
 	index := ocispec.Index{
@@ -100,13 +121,16 @@ func (r *Registry) listReferrers(w http.ResponseWriter, req *http.Request, name,
 	// An index is a manifest and keeps to the limit of one, about: annotations
 	// are the part of a descriptor that can be large.
 	size := int64(0)
-	for i, m := range manifests {
+	for m, err := range r.opts.Catalog.Referrers(req.Context(), name, d, artifactType, last) {
+		if err != nil {
+			return err
+		}
 		size += 512
 		for k, v := range m.Annotations {
 			size += int64(len(k) + len(v) + 8)
 		}
-		if i > 0 && (size > r.opts.MaxManifest || i == r.opts.MaxPage) {
-			next := url.Values{"last": {manifests[i-1].Digest.String()}}
+		if n := len(index.Manifests); n > 0 && (size > r.opts.MaxManifest || n == r.opts.MaxPage) {
+			next := url.Values{"last": {index.Manifests[n-1].Digest.String()}}
 			if artifactType != "" {
 				next.Set("artifactType", artifactType)
 			}
@@ -117,7 +141,7 @@ func (r *Registry) listReferrers(w http.ResponseWriter, req *http.Request, name,
 			MediaType:    m.MediaType,
 			ArtifactType: m.ArtifactType,
 			Digest:       m.Digest,
-			Size:         int64(len(m.Bytes)),
+			Size:         m.Size,
 			Annotations:  m.Annotations,
 		})
 	}

@@ -28,7 +28,9 @@ import (
 	"sync"
 	"time"
 
+	"hydrofoil.dev/foil/internal/server/access"
 	"hydrofoil.dev/foil/internal/server/catalog"
+	"hydrofoil.dev/foil/internal/server/guard"
 	"hydrofoil.dev/foil/internal/server/objects"
 )
 
@@ -41,6 +43,8 @@ type Options struct {
 	// Required.
 	Uploads string
 
+	// Guard says who may do what; nil: everybody may everything.
+	Guard *guard.Guard
 	// OnManifest is called after a manifest was pushed and acknowledged, before
 	// the handler returns: it must not block.
 	OnManifest func(repo string, m catalog.Manifest)
@@ -65,6 +69,9 @@ type Registry struct {
 	// blobs serialises, for each digest, making the object and recording it
 	// against forgetting it and removing the object.
 	blobs keyLock
+
+	// hidden answers those who may not pull from a repository, as if there were none.
+	hidden *Registry
 
 	stop context.CancelFunc
 	wg   sync.WaitGroup // the cleaner
@@ -94,6 +101,8 @@ func New(opts Options) (*Registry, error) {
 	}
 	ctx, stop := context.WithCancel(context.Background())
 	r := &Registry{opts: opts, log: opts.Log, uploads: uploads, stop: stop}
+	opts.Catalog = catalog.Hide(opts.Catalog)
+	r.hidden = &Registry{opts: opts, log: opts.Log}
 	r.wg.Go(func() { r.clean(ctx) })
 	return r, nil
 }
@@ -109,27 +118,56 @@ func (r *Registry) Close() error {
 // route's * stands for. An error is written as the answer.
 type handler func(r *Registry, w http.ResponseWriter, req *http.Request, name, arg string) error
 
+// An endpoint is a handler with the right that it is for. What is not asked of the repository alone (where a mount
+// is from, say) it asks itself.
+type endpoint struct {
+	answer handler
+	right  access.Right
+}
+
+// methods are the endpoints of a route.
+type methods map[string]endpoint
+
 // routes are tried in order. A tail is what follows /v2/<name>/; names have
 // slashes in them, so a route is found from the end of the path.
 var routes = []struct {
-	tail    string
-	methods map[string]handler
+	tail string
+	methods
 }{
-	{"blobs/uploads/", map[string]handler{"POST": (*Registry).postUpload}},
-	{"blobs/uploads", map[string]handler{"POST": (*Registry).postUpload}},
-	{"blobs/uploads/*", map[string]handler{
-		"GET": (*Registry).getUpload, "PATCH": (*Registry).patchUpload,
-		"PUT": (*Registry).putUpload, "DELETE": (*Registry).deleteUpload,
+	{"blobs/uploads/", methods{"POST": {(*Registry).postUpload, access.Push}}},
+	{"blobs/uploads", methods{"POST": {(*Registry).postUpload, access.Push}}},
+	{"blobs/uploads/*", methods{
+		"GET": {(*Registry).getUpload, access.Push}, "PATCH": {(*Registry).patchUpload, access.Push},
+		"PUT": {(*Registry).putUpload, access.Push}, "DELETE": {(*Registry).deleteUpload, access.Push},
 	}},
-	{"blobs/*", map[string]handler{
-		"GET": (*Registry).getBlob, "HEAD": (*Registry).getBlob, "DELETE": (*Registry).deleteBlob,
+	{"blobs/*", methods{
+		"GET": {(*Registry).getBlob, access.Pull}, "HEAD": {(*Registry).getBlob, access.Pull},
+		"DELETE": {(*Registry).deleteBlob, access.Delete},
 	}},
-	{"manifests/*", map[string]handler{
-		"GET": (*Registry).getManifest, "HEAD": (*Registry).getManifest,
-		"PUT": (*Registry).putManifest, "DELETE": (*Registry).deleteManifest,
+	{"manifests/*", methods{
+		"GET": {(*Registry).getManifest, access.Pull}, "HEAD": {(*Registry).getManifest, access.Pull},
+		"PUT": {(*Registry).putManifest, access.Push}, "DELETE": {(*Registry).deleteManifest, access.Delete},
 	}},
-	{"tags/list", map[string]handler{"GET": (*Registry).listTags}},
-	{"referrers/*", map[string]handler{"GET": (*Registry).listReferrers}},
+	{"tags/list", methods{"GET": {(*Registry).listTags, access.Pull}}},
+	{"referrers/*", methods{"GET": {(*Registry).listReferrers, access.Pull}}},
+}
+
+// Endpoint is one endpoint of a repository, for tests that go over all of them.
+type Endpoint struct {
+	Method string
+	Tail   string // follows /v2/NAME/; * stands for a digest, a tag or an upload
+	Right  access.Right
+}
+
+// Endpoints returns all that ask for a right on a repository. Besides, there are /v2/ and /v2/_catalog, which lists what
+// may be pulled.
+func Endpoints() (all []Endpoint) {
+	for _, route := range routes {
+		for method, e := range route.methods {
+			all = append(all, Endpoint{method, route.tail, e.right})
+		}
+	}
+	return all
 }
 
 // ServeHTTP implements http.Handler.
@@ -144,9 +182,9 @@ func (r *Registry) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 func (r *Registry) serve(w http.ResponseWriter, req *http.Request) error {
 	switch req.URL.Path {
 	case "/v2", "/v2/":
-		return dispatch(r, w, req, "", "", map[string]handler{"GET": (*Registry).ping, "HEAD": (*Registry).ping})
+		return greet(r, w, req, "", methods{"GET": {answer: (*Registry).ping}, "HEAD": {answer: (*Registry).ping}})
 	case "/v2/_catalog":
-		return dispatch(r, w, req, "", "", map[string]handler{"GET": (*Registry).listRepositories})
+		return greet(r, w, req, "registry:catalog:*", methods{"GET": {answer: (*Registry).listRepositories}})
 	}
 	path, ok := strings.CutPrefix(req.URL.Path, "/v2/")
 	if !ok {
@@ -165,15 +203,43 @@ func (r *Registry) serve(w http.ResponseWriter, req *http.Request) error {
 	return errorf(notFound, "there is nothing at %s", req.URL.Path)
 }
 
-func dispatch(r *Registry, w http.ResponseWriter, req *http.Request, name, arg string, methods map[string]handler) error {
-	h, ok := methods[req.Method]
+// dispatch answers a request about a repository, if its sender may.
+func dispatch(r *Registry, w http.ResponseWriter, req *http.Request, name, arg string, m methods) error {
+	e, err := choose(w, req, m)
+	if err != nil {
+		return err
+	}
+	err = r.opts.Guard.Check(req.Context(), e.right, name, arg)
+	if guard.Hides(err) {
+		r, err = r.hidden, nil
+	}
+	if err != nil {
+		return err
+	}
+	return e.answer(r, w, req, name, arg)
+}
+
+// greet answers a request about no repository, where clients look for how to log in.
+func greet(r *Registry, w http.ResponseWriter, req *http.Request, scope string, m methods) error {
+	e, err := choose(w, req, m)
+	if err == nil {
+		err = r.opts.Guard.Known(req.Context(), scope)
+	}
+	if err != nil {
+		return err
+	}
+	return e.answer(r, w, req, "", "")
+}
+
+func choose(w http.ResponseWriter, req *http.Request, m methods) (endpoint, error) {
+	e, ok := m[req.Method]
 	if !ok {
-		for method := range methods {
+		for method := range m {
 			w.Header().Add("Allow", method)
 		}
-		return errorf(unsupported, "%s is not a method of %s", req.Method, req.URL.Path)
+		return e, errorf(unsupported, "%s is not a method of %s", req.Method, req.URL.Path)
 	}
-	return h(r, w, req, name, arg)
+	return e, nil
 }
 
 // match splits a path into the repository's name and, for a tail that ends in

@@ -45,6 +45,7 @@ type holder struct {
 // stops, so a state of another boot is ignored and the data read again.
 type sessionState struct {
 	Repository string           `json:"repository"`
+	Owner      string           `json:"owner,omitempty"` // the subject that began it; empty: of an open server
 	Algorithm  digest.Algorithm `json:"algorithm"`
 	Boot       string           `json:"boot"`
 	Hashed     int64            `json:"hashed"` // bytes of ID.data in State
@@ -56,6 +57,7 @@ type session struct {
 	uploads *uploads
 	id      string
 	repo    string
+	owner   string
 	file    *os.File // positioned at its end
 	size    int64    // bytes received, all of them hashed
 	alg     digest.Algorithm
@@ -110,7 +112,7 @@ func (u *uploads) acquire(ctx context.Context, id string, interrupt func()) (rel
 }
 
 // create begins an upload. The request holds it until close or remove.
-func (u *uploads) create(ctx context.Context, repo string, alg digest.Algorithm, interrupt func()) (*session, error) {
+func (u *uploads) create(ctx context.Context, repo, owner string, alg digest.Algorithm, interrupt func()) (*session, error) {
 	var b [16]byte
 	rand.Read(b[:])
 	b[6], b[8] = b[6]&0x0f|0x40, b[8]&0x3f|0x80 // a UUID of version 4, as the specification wants
@@ -124,7 +126,7 @@ func (u *uploads) create(ctx context.Context, repo string, alg digest.Algorithm,
 		release()
 		return nil, fmt.Errorf("begin upload: %w", err)
 	}
-	s := &session{uploads: u, id: id, repo: repo, file: file, alg: alg, hash: alg.Hash(), release: release}
+	s := &session{uploads: u, id: id, repo: repo, owner: owner, file: file, alg: alg, hash: alg.Hash(), release: release}
 	if err := s.save(); err != nil {
 		return nil, errors.Join(err, s.remove())
 	}
@@ -132,9 +134,9 @@ func (u *uploads) create(ctx context.Context, repo string, alg digest.Algorithm,
 }
 
 // open continues an upload. The request holds it until close or remove.
-// An upload that is not there, or another repository's, is a requestError.
-func (u *uploads) open(ctx context.Context, repo, id string, interrupt func()) (*session, error) {
-	if _, err := u.size(repo, id); err != nil {
+// An upload that is not there, another repository's or somebody else's, is a requestError.
+func (u *uploads) open(ctx context.Context, repo, owner, id string, interrupt func()) (*session, error) {
+	if _, err := u.size(repo, owner, id); err != nil {
 		return nil, err
 	}
 	release, err := u.acquire(ctx, id, interrupt)
@@ -174,7 +176,7 @@ func (u *uploads) load(id string, release func()) (_ *session, err error) {
 	if err != nil {
 		return nil, err
 	}
-	s := &session{uploads: u, id: id, repo: state.Repository, file: file, alg: state.Algorithm, release: release}
+	s := &session{uploads: u, id: id, repo: state.Repository, owner: state.Owner, file: file, alg: state.Algorithm, release: release}
 	s.hash = s.alg.Hash()
 	if state.Boot == u.boot && state.Hashed <= info.Size() {
 		if err := s.hash.(encoding.BinaryUnmarshaler).UnmarshalBinary(state.State); err != nil {
@@ -207,12 +209,12 @@ func (u *uploads) state(id string) (state sessionState, err error) {
 
 // size returns how many bytes of an upload are here, without disturbing the
 // request that may be adding to it.
-func (u *uploads) size(repo, id string) (int64, error) {
+func (u *uploads) size(repo, owner, id string) (int64, error) {
 	if !uploadID.MatchString(id) {
 		return 0, uploadGone(repo, id)
 	}
 	state, err := u.state(id)
-	if errors.Is(err, fs.ErrNotExist) || err == nil && state.Repository != repo {
+	if errors.Is(err, fs.ErrNotExist) || err == nil && (state.Repository != repo || state.Owner != owner) {
 		return 0, uploadGone(repo, id)
 	}
 	if err != nil {
@@ -257,7 +259,7 @@ func (s *session) digest() digest.Digest { return digest.NewDigest(s.alg, s.hash
 // save writes the state, so that whoever opens the upload next needs not read
 // the data.
 func (s *session) save() error {
-	state := sessionState{Repository: s.repo, Algorithm: s.alg, Boot: s.uploads.boot, Hashed: s.size}
+	state := sessionState{Repository: s.repo, Owner: s.owner, Algorithm: s.alg, Boot: s.uploads.boot, Hashed: s.size}
 	var err error
 	if state.State, err = s.hash.(encoding.BinaryMarshaler).MarshalBinary(); err != nil {
 		return fmt.Errorf("save upload %s: %w", s.id, err)

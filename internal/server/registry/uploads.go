@@ -12,6 +12,7 @@ import (
 
 	"github.com/opencontainers/go-digest"
 
+	"hydrofoil.dev/foil/internal/server/guard"
 	"hydrofoil.dev/foil/internal/server/leftover"
 )
 
@@ -52,7 +53,7 @@ func (r *Registry) postUpload(w http.ResponseWriter, req *http.Request, name, _ 
 			return err
 		}
 	}
-	s, err := r.uploads.create(req.Context(), name, alg, interrupt(w))
+	s, err := r.uploads.create(req.Context(), name, guard.Subject(req.Context()), alg, interrupt(w))
 	if err != nil {
 		return err
 	}
@@ -73,8 +74,8 @@ func (r *Registry) postUpload(w http.ResponseWriter, req *http.Request, name, _ 
 }
 
 // getUpload says how far an upload is.
-func (r *Registry) getUpload(w http.ResponseWriter, _ *http.Request, name, id string) error {
-	size, err := r.uploads.size(name, id)
+func (r *Registry) getUpload(w http.ResponseWriter, req *http.Request, name, id string) error {
+	size, err := r.uploads.size(name, guard.Subject(req.Context()), id)
 	if err != nil {
 		return err
 	}
@@ -86,7 +87,7 @@ func (r *Registry) getUpload(w http.ResponseWriter, _ *http.Request, name, id st
 // patchUpload adds to an upload: a chunk with its Content-Range, or whatever
 // comes.
 func (r *Registry) patchUpload(w http.ResponseWriter, req *http.Request, name, id string) error {
-	s, err := r.uploads.open(req.Context(), name, id, interrupt(w))
+	s, err := r.uploads.open(req.Context(), name, guard.Subject(req.Context()), id, interrupt(w))
 	if err != nil {
 		return err
 	}
@@ -107,7 +108,7 @@ func (r *Registry) putUpload(w http.ResponseWriter, req *http.Request, name, id 
 	if err != nil {
 		return err
 	}
-	s, err := r.uploads.open(req.Context(), name, id, interrupt(w))
+	s, err := r.uploads.open(req.Context(), name, guard.Subject(req.Context()), id, interrupt(w))
 	if err != nil {
 		return err
 	}
@@ -123,7 +124,7 @@ func (r *Registry) putUpload(w http.ResponseWriter, req *http.Request, name, id 
 
 // deleteUpload cancels.
 func (r *Registry) deleteUpload(w http.ResponseWriter, req *http.Request, name, id string) error {
-	s, err := r.uploads.open(req.Context(), name, id, interrupt(w))
+	s, err := r.uploads.open(req.Context(), name, guard.Subject(req.Context()), id, interrupt(w))
 	if err != nil {
 		return err
 	}

@@ -11,6 +11,7 @@ import (
 
 	format "hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/metrics"
+	"hydrofoil.dev/foil/internal/server/login"
 	"hydrofoil.dev/foil/internal/server/upstream"
 )
 
@@ -29,7 +30,7 @@ const aborted = "aborted"
 
 // Routes of requests. The first are those of the OCI distribution API.
 var routes = []string{"base", "manifests", "blobs", "uploads", "tags", "referrers", "catalog",
-	"bundle", "promote", "warm", "trace", "startup", "recipe", "contents", "webhook", "health", "other"}
+	"bundle", "promote", "warm", "trace", "startup", "recipe", "contents", "webhook", "token", "metrics", "health", "other"}
 
 func routeOf(path string) string {
 	switch path {
@@ -49,6 +50,10 @@ func routeOf(path string) string {
 		return "contents"
 	case upstream.WebhookPath:
 		return "webhook"
+	case login.TokenPath:
+		return "token"
+	case MetricsPath:
+		return "metrics"
 	case "/healthz":
 		return "health"
 	case "/v2", "/v2/":

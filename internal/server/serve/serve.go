@@ -3,9 +3,10 @@
 //
 // What is below a server's root:
 //
+//	access/   the keys that sign tokens (package login)
 //	lock      held (flock) by the server that uses the root
 //	catalog/  the SQLite catalog
-//	objects/  blobs, packs and what ingest makes (package objects, Dir)
+//	objects/  blobs, packs, what ingest makes, and the journal (package objects, Dir)
 //	uploads/  uploads under way (package registry)
 //	upstream  of an accelerator: the URL of its upstream
 //	fetching/ downloads from there under way (package upstream)
@@ -19,10 +20,10 @@ import (
 	"crypto/tls"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"net"
 	"net/http"
-	"os"
 	"path/filepath"
 	"sync"
 	"time"
@@ -36,9 +37,12 @@ import (
 	"hydrofoil.dev/foil/internal/server/bundles"
 	"hydrofoil.dev/foil/internal/server/catalog"
 	"hydrofoil.dev/foil/internal/server/catalog/sqlite"
+	"hydrofoil.dev/foil/internal/server/guard"
 	"hydrofoil.dev/foil/internal/server/ingest"
+	"hydrofoil.dev/foil/internal/server/login"
 	"hydrofoil.dev/foil/internal/server/objects"
 	"hydrofoil.dev/foil/internal/server/registry"
+	"hydrofoil.dev/foil/internal/server/rootdir"
 	"hydrofoil.dev/foil/internal/server/startup"
 	"hydrofoil.dev/foil/internal/server/tcp"
 	"hydrofoil.dev/foil/internal/server/upstream"
@@ -48,9 +52,16 @@ import (
 type Options struct {
 	// Root is the directory of everything the server keeps. Required.
 	Root string
-	// Listen is the TCP address, HOST:PORT; empty means :5000, and port 0 any
+	// Listen is the TCP address, HOST:PORT; empty means DefaultListen, and port 0 any
 	// free one.
 	Listen string
+	// Access is the file that says who may do what (package guard). Without one everybody who reaches the
+	// server may do everything.
+	Access string
+	// InsecureOpen lets the server listen for other machines without TLS, or without Access.
+	InsecureOpen bool
+	// Audit takes a line of JSON for each decision about access; nil: none are written.
+	Audit io.Writer
 	// TLSCert and TLSKey are files in PEM form. Without them the server speaks
 	// plain HTTP. They are read again for new connections when they change.
 	TLSCert, TLSKey string
@@ -64,12 +75,17 @@ type Options struct {
 	// Upstream makes the server an accelerator, if it has a URL. What is to be
 	// set besides: Auth, CA, TagTTL, TagTimeout.
 	Upstream upstream.Options
+	// IdleBody is how long the body of a request may bring nothing; 0 means a minute.
+	IdleBody time.Duration
 	// Grace is how long requests under way may go on after Close; 0 means 10 s.
 	// A pull that is cut off resumes elsewhere or later.
 	Grace time.Duration
 	// Log takes a line a request; nil means slog.Default.
 	Log *slog.Logger
 }
+
+// DefaultListen is for clients on the same machine.
+const DefaultListen = "127.0.0.1:5000"
 
 // Server is a running server.
 type Server struct {
@@ -78,6 +94,7 @@ type Server struct {
 	listener net.Listener
 	http     *http.Server
 	handler  http.Handler
+	guard    *guard.Guard       // nil: the server is open
 	metrics  metrics.Collectors // set by open
 	closers  []func() error     // what is open, in the order of opening
 
@@ -96,10 +113,16 @@ func Start(ctx context.Context, opts Options) (_ *Server, err error) {
 		return nil, errors.New("start server: TLS wants both a certificate and a key")
 	}
 	if opts.Listen == "" {
-		opts.Listen = ":5000"
+		opts.Listen = DefaultListen
+	}
+	if err := checkExposed(opts); err != nil {
+		return nil, fmt.Errorf("start server: %w", err)
 	}
 	if opts.Congestion == "" {
 		opts.Congestion = kernel.BBR
+	}
+	if opts.IdleBody == 0 {
+		opts.IdleBody = time.Minute
 	}
 	if opts.Grace == 0 {
 		opts.Grace = 10 * time.Second
@@ -148,6 +171,15 @@ type parts struct {
 	registry *registry.Registry
 }
 
+// open is the paths that ask nobody who they are.
+func open(req *http.Request) bool {
+	switch req.URL.Path {
+	case "/healthz", login.TokenPath, format.WarmPath:
+		return true
+	}
+	return false
+}
+
 // open makes the handler of all requests.
 func (s *Server) open(ctx context.Context) error {
 	var p parts
@@ -161,33 +193,35 @@ func (s *Server) open(ctx context.Context) error {
 		return err
 	}
 	requests := newRequestMetrics()
-	s.metrics = append(requests.all(), p.ingester.Metrics, p.bundle.Metrics(), p.queue.metrics())
+	s.metrics = append(append(requests.all(), s.guard.Metrics()...), p.ingester.Metrics, p.bundle.Metrics(), p.queue.metrics())
 	if p.front != nil {
 		s.metrics = append(s.metrics, p.front.Metrics())
 	}
-	s.handler = logRequests(s.log, requests, s.route(&p))
+	s.handler = logRequests(s.log, requests, endSlowBodies(s.opts.IdleBody, s.guard.Wrap(s.route(&p), open)))
 	return nil
 }
 
 // openStores opens what is kept below the root, and what is in front of it.
 func (s *Server) openStores(ctx context.Context, p *parts) error {
 	root := s.opts.Root
-	if err := os.MkdirAll(filepath.Join(root, "catalog"), 0o700); err != nil {
-		return err
-	}
-	unlock, err := lock(filepath.Join(root, "lock"))
+	unlock, err := lockRoot(root)
 	if err != nil {
 		return err
 	}
 	s.closers = append(s.closers, unlock)
-	dir, err := objects.OpenDir(filepath.Join(root, "objects"))
+	if s.opts.Access != "" {
+		s.guard, err = guard.Open(guard.Options{File: s.opts.Access, Keys: filepath.Join(root, "access", "keys.json"), Audit: s.opts.Audit, Log: s.log})
+		if err != nil {
+			return err
+		}
+	}
+	dir, err := objects.OpenDir(rootdir.Objects(root))
 	if err != nil {
 		return err
 	}
-	if p.local, err = sqlite.Open(ctx, filepath.Join(root, "catalog", "catalog.db")); err != nil {
+	if p.local, err = s.openCatalog(ctx, dir); err != nil {
 		return err
 	}
-	s.closers = append(s.closers, p.local.Close)
 	if err := checkUpstream(ctx, root, s.opts.Upstream.URL, p.local); err != nil {
 		return err
 	}
@@ -219,6 +253,7 @@ func (s *Server) openServices(p *parts) (err error) {
 		Repair:     fetched(p.front, rootfsOf(repair(p.ingester, p.store), p.catalog, p.store, s.log)),
 		Recipe:     recipeOf(p.ingester),
 		StartupMax: s.opts.StartupMax,
+		Guard:      s.guard,
 		Log:        s.log,
 	})
 	s.closers = append(s.closers, p.bundle.Close)
@@ -229,6 +264,7 @@ func (s *Server) openServices(p *parts) (err error) {
 		Catalog:    p.catalog,
 		Uploads:    filepath.Join(s.opts.Root, "uploads"),
 		OnManifest: p.queue.add,
+		Guard:      s.guard,
 		Log:        s.log,
 	})
 	if err != nil {
@@ -244,12 +280,16 @@ func (s *Server) route(p *parts) http.Handler {
 	var v2 http.Handler = p.registry
 	if p.front != nil {
 		v2 = p.front.ReadOnly(p.registry)
-		mux.Handle("POST "+upstream.WebhookPath, p.front.Webhook(p.queue.told))
+		mux.Handle("POST "+upstream.WebhookPath, p.front.Webhook(p.queue.told, s.mayNotify, refuse))
 	}
 	mux.Handle("/v2", v2)
 	mux.Handle("/v2/", v2)
-	for _, path := range []string{format.PullPath, format.PromotePath, format.WarmPath, format.TracePath, format.StartupPath, format.RecipePath, format.ContentsPath} {
-		mux.Handle(path, p.bundle)
+	for _, e := range bundles.Endpoints() {
+		mux.Handle(e.Method+" "+e.Path, p.bundle)
+	}
+	if s.guard != nil {
+		mux.HandleFunc(login.TokenPath, s.guard.Token)
+		mux.HandleFunc("GET "+MetricsPath, s.serveMetrics)
 	}
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, req *http.Request) {
 		if _, err := p.local.ListRepositories(req.Context(), "", 0); err != nil {
@@ -313,11 +353,7 @@ func (s *Server) listen(ctx context.Context) error {
 		if _, err := pair.get(nil); err != nil {
 			return errors.Join(err, s.listener.Close())
 		}
-		s.listener = tls.NewListener(s.listener, &tls.Config{
-			GetCertificate: pair.get,
-			NextProtos:     []string{"h2", "http/1.1"},
-			MinVersion:     tls.VersionTLS12,
-		})
+		s.listener = tls.NewListener(s.listener, s.tlsConfig(pair))
 	}
 	return nil
 }
@@ -359,22 +395,6 @@ func (s *Server) closeAll() error {
 	}
 	s.closers = nil
 	return errors.Join(errs...)
-}
-
-// lock takes the root for this process, until the process ends or unlocks it.
-func lock(path string) (unlock func() error, err error) {
-	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o600)
-	if err != nil {
-		return nil, err
-	}
-	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
-		f.Close()
-		if errors.Is(err, unix.EWOULDBLOCK) {
-			return nil, fmt.Errorf("another server uses %s: stop it, or name another root", filepath.Dir(path))
-		}
-		return nil, fmt.Errorf("lock %s: %w", path, err)
-	}
-	return f.Close, nil
 }
 
 // syncToTop makes the names in dir durable, and dir's own name, and those of

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"iter"
 	"slices"
 	"time"
 
@@ -295,45 +296,70 @@ func cut(names []string, after string, limit int) []string {
 const maxReferrers = 1000
 
 // Referrers implements catalog.Repositories: those of the upstream, which are
-// fetched. An upstream without that API says so, and clients go on with the tags
+// fetched, one after the other. An upstream without that API says so, and clients go on with the tags
 // that stand for it.
-func (c Catalog) Referrers(ctx context.Context, repo string, d digest.Digest, artifactType string) ([]catalog.Manifest, error) {
-	a := c.a
+func (c Catalog) Referrers(ctx context.Context, repo string, d digest.Digest, artifactType string, after digest.Digest) iter.Seq2[catalog.Referrer, error] {
+	return func(yield func(catalog.Referrer, error) bool) {
+		list, err := c.a.referrers(ctx, repo, d)
+		if bridged(err) {
+			here := false
+			for r, lerr := range c.Catalog.Referrers(ctx, repo, d, artifactType, after) {
+				if lerr != nil {
+					break
+				}
+				if !here {
+					c.a.log.Warn("upstream does not answer: the referrers that are here are listed", "repository", repo, "subject", d, "error", err)
+				}
+				if here = true; !yield(r, nil) {
+					return
+				}
+			}
+			if here {
+				return
+			}
+		}
+		if err != nil {
+			yield(catalog.Referrer{}, err)
+			return
+		}
+		for _, one := range list[slices.Index(list, after)+1:] {
+			m, err := c.Manifest(ctx, repo, one)
+			if err != nil {
+				yield(catalog.Referrer{}, err)
+				return
+			}
+			r := catalog.Referrer{Digest: m.Digest, MediaType: m.MediaType, ArtifactType: m.ArtifactType, Annotations: m.Annotations, Size: int64(len(m.Bytes))}
+			if (artifactType == "" || m.ArtifactType == artifactType) && !yield(r, nil) {
+				return
+			}
+		}
+	}
+}
+
+// referrers asks the upstream which there are.
+func (a *Accelerator) referrers(ctx context.Context, repo string, d digest.Digest) ([]digest.Digest, error) {
 	asking, cancel := context.WithTimeout(ctx, lookupTime)
 	defer cancel()
+	if !registry.ValidName(repo) {
+		return nil, nil // the list of what there is not
+	}
 	what := "referrers of " + nameOf(repo, d.String())
 	var b []byte
 	err := a.client.try(asking, func() (err error) {
 		b, _, err = a.client.json(asking, what, a.client.repository(repo)+"/referrers/"+d.String(), a.client.pull(repo))
 		return err
 	})
-	var index ocispec.Index
-	if err == nil {
-		if jerr := json.Unmarshal(b, &index); jerr != nil || index.MediaType != "" && index.MediaType != ocispec.MediaTypeImageIndex || len(index.Manifests) > maxReferrers {
-			err = a.client.wrong(what, "the answer is no index of at most %d manifests; it begins with %.80q", maxReferrers, b)
-		}
-	}
-	if bridged(err) {
-		local, lerr := c.Catalog.Referrers(ctx, repo, d, artifactType)
-		if lerr == nil && len(local) > 0 {
-			a.log.Warn("upstream does not answer: the referrers that are here are listed", "repository", repo, "subject", d, "error", err)
-			return local, nil
-		}
-	}
 	if err != nil {
 		return nil, err
 	}
-	var all []catalog.Manifest
-	for _, desc := range index.Manifests {
-		if desc.Digest.Validate() != nil {
+	var index ocispec.Index
+	if jerr := json.Unmarshal(b, &index); jerr != nil || index.MediaType != "" && index.MediaType != ocispec.MediaTypeImageIndex || len(index.Manifests) > maxReferrers {
+		return nil, a.client.wrong(what, "the answer is no index of at most %d manifests; it begins with %.80q", maxReferrers, b)
+	}
+	all := make([]digest.Digest, len(index.Manifests))
+	for i, desc := range index.Manifests {
+		if all[i] = desc.Digest; desc.Digest.Validate() != nil {
 			return nil, a.client.wrong(what, "%.80q is no digest", desc.Digest)
-		}
-		m, err := c.Manifest(ctx, repo, desc.Digest)
-		if err != nil {
-			return nil, err
-		}
-		if artifactType == "" || m.ArtifactType == artifactType {
-			all = append(all, m)
 		}
 	}
 	return all, nil

@@ -44,9 +44,9 @@ type envelope struct {
 // Webhook answers notifications: it calls pushed for each manifest that was
 // pushed, which returns false if it cannot take more now: then the upstream is
 // asked to tell it again. Nothing is believed but that something may be worth
-// fetching, which whoever can send a notification could have by a pull; so it
-// asks for no credentials.
-func (a *Accelerator) Webhook(pushed func(Pushed) bool) http.Handler {
+// fetching, which whoever can send a notification could have by a pull. may is asked for each
+// repository first; its error, which refuses the whole envelope, is told by refuse.
+func (a *Accelerator) Webhook(pushed func(Pushed) bool, may func(ctx context.Context, repository string) error, refuse func(http.ResponseWriter, error)) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		b, err := io.ReadAll(http.MaxBytesReader(w, req.Body, maxEnvelope))
 		var all []Pushed
@@ -56,6 +56,12 @@ func (a *Accelerator) Webhook(pushed func(Pushed) bool) http.Handler {
 		if err != nil {
 			http.Error(w, fmt.Sprintf("want an envelope of events, in JSON: %v", err), http.StatusBadRequest)
 			return
+		}
+		for _, p := range all {
+			if err := may(req.Context(), p.Repository); err != nil {
+				refuse(w, err)
+				return
+			}
 		}
 		for _, p := range all {
 			if !pushed(p) {

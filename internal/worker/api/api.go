@@ -74,6 +74,9 @@ const (
 	Progress EventKind = "progress"
 	Complete EventKind = "complete" // every byte is here, verified and durable
 	Failed   EventKind = "failed"
+	// An image that starts only when it is proven is complete before.
+	Proving EventKind = "proving" // how far Event.Proof is
+	Proven  EventKind = "proven"  // its layers were hashed here, and make its files
 
 	// Reserved says that the directory of PullRequest.Container is there, empty, for
 	// what a runtime needs before the filesystem. It is no part of the pull's story.
@@ -124,6 +127,8 @@ type Event struct {
 	// while the read-ahead of the mount is off, which it is until ready if there is a
 	// startup set; with it, read-ahead counts.
 	Touched int64 `json:"touched,omitempty"`
+	// Proof is that of Proving and Proven. With Complete it says that these are still to come.
+	Proof *ProofProgress `json:"proof,omitempty"`
 	// Trouble is why nothing comes now: how the last stream ended, while the daemon
 	// tries again. Err is what has failed for good.
 	Trouble  string `json:"trouble,omitempty"`
@@ -135,6 +140,17 @@ type Event struct {
 	Container *Container `json:"container,omitempty"`
 }
 
+// ProofProgress is how far the proof of an image is.
+type ProofProgress struct {
+	State string `json:"state"` // as in Image.Proof
+	// Hashed are bytes of contents, of Total.
+	Hashed int64 `json:"hashed"`
+	Total  int64 `json:"total"`
+	// Layer of Layers is being hashed, the lowest is 1; 0: none is.
+	Layer  int `json:"layer,omitempty"`
+	Layers int `json:"layers,omitempty"`
+}
+
 // Image is one image on the worker.
 type Image struct {
 	Ref          string    `json:"ref"`
@@ -143,6 +159,8 @@ type Image struct {
 	Rootfs       string    `json:"rootfs,omitempty"` // names its directory: <root>/rootfs/ROOTFS
 	State        string    `json:"state"`            // pulling, complete, broken
 	Proof        string    `json:"proof,omitempty"`  // served (a server said what its files are), proving N%, proven (its layers were hashed here), unproven: WHY, failed: WHY
+	Policy       string    `json:"policy,omitempty"` // what has to be known before a container starts: served, proven
+	PolicyWhy    string    `json:"policy_why,omitempty"`
 	Why          string    `json:"why,omitempty"`
 	Files        int       `json:"files"`
 	ContentTotal int64     `json:"content_total"`
@@ -240,9 +258,12 @@ type VerifyEvent struct {
 	Total   int64  `json:"total"`
 	Bad     string `json:"bad,omitempty"`   // a path whose bytes are wrong
 	Proof   string `json:"proof,omitempty"` // as in Image: of a proof, and in the result
-	Done    bool   `json:"done,omitempty"`
-	Err     string `json:"error,omitempty"`
-	Code    string `json:"code,omitempty"` // of an Error
+	// Layer of Layers is being hashed by a proof, as in ProofProgress.
+	Layer  int    `json:"layer,omitempty"`
+	Layers int    `json:"layers,omitempty"`
+	Done   bool   `json:"done,omitempty"`
+	Err    string `json:"error,omitempty"`
+	Code   string `json:"code,omitempty"` // of an Error
 }
 
 // ProofStatus is an image whose proof is on the way, came to nothing, or failed.

@@ -99,7 +99,8 @@ func (c *Client) Pull(ctx context.Context, req PullRequest) iter.Seq2[Event, err
 			if err == nil && ev.Err != "" {
 				err = &Error{Code: codeOr(ev.Code), Message: ev.Err}
 			}
-			last := err != nil || ev.Event == until || ev.Event == Complete
+			done := ev.Event == Complete && ev.Proof == nil || ev.Event == Proven && req.Container == ""
+			last := err != nil || ev.Event == until && until != Complete || done
 			if !yield(ev, err) || last {
 				return
 			}

@@ -75,6 +75,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -333,12 +334,13 @@ func (a *Arena) ContentHere() int64 { return a.here.Load() }
 func (a *Arena) Written() int64 { return a.written.Load() }
 
 // Present reports whether every block of [off, off+n) is present. What lies
-// outside of the arena is.
+// outside of the arena is. After Close it says what was so then: events of reads that were allowed to
+// see a part of it may still be on their way when it leaves the gate.
 func (a *Arena) Present(off, n int64) bool {
 	from, to := a.blocks(off, n)
 	a.mu.RLock()
 	defer a.mu.RUnlock()
-	return !a.closed && nextClear(a.maps.blocks, from, to) == to
+	return nextClear(a.maps.blocks, from, to) == to
 }
 
 // blocks returns the blocks [from, to) of [off, off+n), within the arena.
@@ -483,7 +485,7 @@ func (a *Arena) revert() {
 	// what is durable.
 }
 
-// Close lets go of the files. Waits end with ErrClosed. What is not durable
+// Close lets go of the files. Waits end with ErrClosed, and Present knows no more than it did. What is not durable
 // stays present until the host's next boot.
 func (a *Arena) Close() error {
 	a.mu.Lock()
@@ -492,7 +494,9 @@ func (a *Arena) Close() error {
 		return nil
 	}
 	a.closed = true
+	blocks := slices.Clone(a.maps.blocks)
 	err := a.maps.close()
+	a.maps.blocks = blocks
 	a.mu.Unlock()
 	a.waits.fail(ErrClosed, true)
 	return errors.Join(err, a.file.Close())

@@ -449,6 +449,9 @@ func TestWait(t *testing.T) {
 		if err := a.WriteSegment(2, data[2]); !errors.Is(err, ErrClosed) {
 			t.Errorf("write after Close: %v", err)
 		}
+		if !a.Present(0, 8192) || a.Present(8192, 1) {
+			t.Error("a closed arena has forgotten what was present, or made something up")
+		}
 		if a.waits.n.Load() != 0 {
 			t.Errorf("%d waiters left", a.waits.n.Load())
 		}

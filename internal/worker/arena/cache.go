@@ -63,6 +63,12 @@ func (a *Arena) eachWord(off, n int64, fn func(i int, m uint64)) {
 // Touched returns how many bytes of blocks Touch has noted as needed, each once.
 func (a *Arena) Touched() int64 { return a.reads.n.Load() * BlockSize }
 
+// Shed has all pages of the arena leave the page cache that are on the disk: memory is short, and who needs them
+// reads them. Those that are in a mount's page cache stay there.
+func (a *Arena) Shed() {
+	_ = a.conn.Control(func(fd uintptr) { _ = unix.Fadvise(int(fd), 0, 0, unix.FADV_DONTNEED) })
+}
+
 // undropped returns the blocks that were read and whose copies have not been
 // dropped. a.sync is locked.
 func (r *reads) undropped() []uint64 {

@@ -327,3 +327,15 @@ func (l *Layout) makeIndex() {
 		}
 	}
 }
+
+// ByID returns segments sorted by their IDs, which id gives, and length their lengths, for contents.List.Join.
+func (l *Layout) ByID(segments []int) (sorted []int32, id func(int32) *segment.ID, length func(int32) int64) {
+	ids := make([]segment.ID, l.Segments())
+	sorted = make([]int32, len(segments))
+	for k, i := range segments {
+		sorted[k], ids[i] = int32(i), l.Segment(i).ID
+	}
+	id = func(i int32) *segment.ID { return &ids[i] }
+	segment.Sort(sorted, id)
+	return sorted, id, func(i int32) int64 { return int64(l.Segment(int(i)).Length) }
+}

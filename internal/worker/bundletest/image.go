@@ -5,6 +5,7 @@ package bundletest
 
 import (
 	"encoding/json"
+	"maps"
 	"slices"
 
 	"github.com/opencontainers/go-digest"
@@ -26,6 +27,7 @@ type Image struct {
 	Files toctest.Files
 	// Layers are those of NewLayers, the lowest first.
 	Layers []*Layer
+	Lies   Lies
 
 	// What a Scripted sends of startup sets. Startup is the set of every service, a frame each, but of those in
 	// Services, by their first argument; Filled of the last frames of a set are filled, at most all. Here is said to be on the worker.
@@ -33,6 +35,19 @@ type Image struct {
 	Filled   int
 	Services map[string][][]trace.Run
 	Here     []trace.Run
+}
+
+// Lies are what a Server does wrong when it sends an image, whatever that says. The functions are called by several
+// goroutines.
+type Lies struct {
+	// Before is called before each section, "image", "plan", "frame" or "end", with how many frames have come, and may
+	// write others. From where it returns false nothing comes any more.
+	Before func(section string, frames int, out *bundle.Writer) bool
+	// Plan changes the plan, and Frame what is sent as a frame.
+	Plan  func(*bundle.Plan)
+	Frame func(index uint32, frame []byte) (uint32, []byte)
+	// Shuffle, unless 0, is the seed of the order in which frames come.
+	Shuffle uint64
 }
 
 // NewImage returns an image of the files.
@@ -74,6 +89,21 @@ func (m *Image) As(t toctest.T, other *Image) *Image {
 	t.Helper()
 	m.ChainID, m.Config, m.Manifest = other.ChainID, other.Config, other.Manifest
 	return m.Change(t, func(x *toc.TOC) { x.ChainID = other.ChainID })
+}
+
+// Clone returns a copy that can be changed without m.
+func (m *Image) Clone(t toctest.T) *Image {
+	t.Helper()
+	c := *m
+	var err error
+	if c.Tree, err = toc.Decode(m.TOC); err != nil {
+		t.Fatal(err)
+	}
+	c.Data, c.Layers = maps.Clone(m.Data), nil
+	for _, l := range m.Layers {
+		c.Layers = append(c.Layers, new(*l))
+	}
+	return &c
 }
 
 // JSON returns a blob of an image.

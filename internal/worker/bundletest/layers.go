@@ -8,6 +8,7 @@ import (
 	"io"
 	"net/http"
 	"slices"
+	"strings"
 	"testing"
 
 	"github.com/opencontainers/go-digest"
@@ -30,7 +31,7 @@ type Layer struct {
 	IDs      []segment.ID   // of the contents, by number
 	Contents [][]byte
 	Silent   bool // what is asked about it is never answered
-	// Meets is called when the recipe is asked for, before it is sent.
+	// Meets is called when the recipe is asked for, before it is sent, or is not.
 	Meets func()
 }
 
@@ -115,14 +116,14 @@ func (m *Image) read(t testing.TB, blob layertest.Blob) (made *Layer, list entri
 
 // Sections are those of the answer about a layer: its recipe, or the contents in runs.
 func (m *Image) Sections(n int, runs []bundle.ContentRun) (list []any, err error) {
+	if n < len(m.Layers) && runs == nil && m.Layers[n].Meets != nil {
+		m.Layers[n].Meets()
+	}
 	if n >= len(m.Layers) || m.Layers[n].Recipe == nil {
 		return nil, &bundle.Error{Code: bundle.CodeNotFound, Message: "no such layer"}
 	}
 	l := m.Layers[n]
 	if runs == nil {
-		if l.Meets != nil {
-			l.Meets()
-		}
 		p := &bundle.Places{TOC: m.TOCDigest}
 		for _, id := range l.IDs {
 			p.Numbers = append(p.Numbers, int32(slices.IndexFunc(m.Tree.Contents, func(c toc.Content) bool { return c.ID == id })))
@@ -168,6 +169,9 @@ func (s *Server) layer(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	if req.Layer < len(m.Layers) && m.Layers[req.Layer].Silent {
+		if met := m.Layers[req.Layer].Meets; met != nil {
+			met()
+		}
 		s.may(r, func() bool { return false })
 		return
 	}
@@ -199,7 +203,10 @@ func (s *Server) layer(w http.ResponseWriter, r *http.Request) {
 func (s *Server) blob(w http.ResponseWriter, r *http.Request) {
 	s.mu.Lock()
 	var found *Layer
-	for _, m := range s.images {
+	for name, m := range s.images {
+		if repository, _, _ := strings.Cut(name, ":"); repository != r.PathValue("repository") {
+			continue
+		}
 		for _, l := range m.Layers {
 			if l.Blob.Digest == digest.Digest(r.PathValue("digest")) && l.Blob.Bytes != nil {
 				found = l
@@ -209,6 +216,10 @@ func (s *Server) blob(w http.ResponseWriter, r *http.Request) {
 	s.mu.Unlock()
 	if found == nil {
 		http.NotFound(w, r)
+		return
+	}
+	if found.Silent {
+		s.may(r, func() bool { return false })
 		return
 	}
 	_, _ = w.Write(found.Blob.Bytes)

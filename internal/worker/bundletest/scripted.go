@@ -64,6 +64,7 @@ type Scripted struct {
 	Promotions [][]uint32
 	Deaf       int             // promotions that are answered, and forgotten
 	Holds      []time.Duration // of the requests
+	Rests      []time.Duration // that promotions asked for
 	Sent       []segment.ID    // of all streams
 	// Encoded are frames by the IDs of their segments, or by their digest: on a loaded machine a stream
 	// would stall, over and over, while they are made.
@@ -432,65 +433,21 @@ func (s *Scripted) startup(out *bundle.Writer, req *bundle.Request, sc Script, l
 	}
 }
 
-// SentFrame is a frame, encoded.
-type SentFrame struct {
-	Bytes []byte
-	ids   []segment.ID
-}
-
-// Plan leaves out what the worker has, and puts s.Group segments in a frame. Of nil nothing is planned.
+// Plan says what is sent of an image, nil: of none, to a request; leave are segments that are left out.
 func (s *Scripted) Plan(m *Image, req *bundle.Request, leave map[segment.ID]bool) (*bundle.Plan, []SentFrame) {
-	have := map[segment.ID]bool{{}: true}
-	for id := range leave {
-		have[id] = true
+	if m == nil {
+		return &bundle.Plan{}, nil
+	}
+	have := maps.Clone(leave)
+	if have == nil {
+		have = make(map[segment.ID]bool)
 	}
 	for _, h := range req.Have {
-		if m != nil && m.ChainID == h.ChainID && m.TOCDigest == h.TOC {
-			for i, seg := range m.Tree.Segments {
-				if h.Present == nil || h.Present[i/8]>>(i%8)&1 != 0 {
-					have[seg.ID] = true
-				}
-			}
+		if m.ChainID == h.ChainID && m.TOCDigest == h.TOC {
+			present(have, m, &h)
 		}
 	}
-	p := &bundle.Plan{}
-	var frames []SentFrame
-	var bytes [][]byte
-	var ids []segment.ID
-	flush := func() {
-		if len(bytes) == 0 {
-			return
-		}
-		f := bundle.PlanFrame{First: uint32(len(p.Segments) - len(bytes)), Segments: uint32(len(bytes))}
-		for _, b := range bytes {
-			f.RawLength += uint32(len(b))
-		}
-		encoded := s.encode(fmt.Sprint(ids), bytes...)
-		f.MaxLength = uint32(len(encoded))
-		p.Frames = append(p.Frames, f)
-		p.MaxBytes += bundle.SectionLength(len(encoded))
-		p.ContentBytes += int64(f.RawLength)
-		frames = append(frames, SentFrame{encoded, ids})
-		bytes, ids = nil, nil
-	}
-	size := 0
-	if m == nil {
-		return p, nil
-	}
-	for i, seg := range m.Tree.Segments {
-		if have[seg.ID] {
-			continue
-		}
-		have[seg.ID] = true
-		if size += int(seg.Length); len(bytes) == s.Group || size > segment.MaxFrameRaw {
-			flush()
-			size = int(seg.Length)
-		}
-		p.Segments = append(p.Segments, uint32(i))
-		bytes, ids = append(bytes, m.Data[seg.ID]), append(ids, seg.ID)
-	}
-	flush()
-	return p, frames
+	return plan(m, have, s.Group, s.encode)
 }
 
 // encode returns a frame, which is encoded once for its key.
@@ -516,6 +473,9 @@ func (s *Scripted) promote(w http.ResponseWriter, r *http.Request) {
 	defer s.Mu.Unlock()
 	if len(p.Frames) > 0 {
 		s.Promotions = append(s.Promotions, p.Frames)
+	}
+	if p.Rest > 0 {
+		s.Rests = append(s.Rests, p.Rest)
 	}
 	if s.Deaf > 0 {
 		s.Deaf--

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"math/rand/v2"
 	"net"
 	"net/http"
 	"slices"
@@ -268,6 +269,19 @@ func (s *Server) pull(w http.ResponseWriter, r *http.Request) {
 		_ = out.Error(&bundle.Error{Code: bundle.CodeNotFound, Message: "no image " + req.Image.Repository})
 		return
 	}
+	lies := m.Lies
+	before := func(section string, frames int) bool {
+		if lies.Before == nil || lies.Before(section, frames, out) {
+			return true
+		}
+		_ = out.Flush()
+		http.NewResponseController(w).Flush() //nolint:errcheck
+		return s.may(r, func() bool { return false })
+	}
+	if !before("image", 0) {
+		return
+	}
+	_ = out.Flush()
 	header := m.Image
 	for _, h := range req.Have {
 		if h.ChainID == m.ChainID && h.TOC == m.TOCDigest {
@@ -299,14 +313,30 @@ func (s *Server) pull(w http.ResponseWriter, r *http.Request) {
 	if req.Image.Header {
 		plan, frames = &bundle.Plan{}, nil
 	}
+	if lies.Plan != nil {
+		lies.Plan(plan)
+	}
+	if !before("plan", 0) {
+		return
+	}
 	_ = out.Plan(plan)
 	_ = out.Flush()
+	order := make([]int, len(frames))
+	for i := range order {
+		order[i] = i
+	}
+	if lies.Shuffle != 0 {
+		order = rand.New(rand.NewPCG(lies.Shuffle, 1)).Perm(len(frames))
+	}
 	done := make([]bool, len(frames))
 	for n := 0; ; n++ {
 		http.NewResponseController(w).Flush() //nolint:errcheck
 		i := -1                               // that is sent next
-		if !s.may(r, func() bool { i = s.next(st, n, done); return i != notYet }) {
+		if !s.may(r, func() bool { i = s.next(st, n, done, order); return i != notYet }) {
 			panic(http.ErrAbortHandler)
+		}
+		if section := map[bool]string{true: "end", false: "frame"}[i == len(frames)]; !before(section, n) {
+			return
 		}
 		s.mu.Lock()
 		fail := st.Fail
@@ -323,7 +353,11 @@ func (s *Server) pull(w http.ResponseWriter, r *http.Request) {
 			return
 		}
 		done[i] = true
-		if out.Frame(uint32(i), frames[i]) != nil || out.Flush() != nil {
+		index, frame := uint32(i), frames[i].Bytes
+		if lies.Frame != nil {
+			index, frame = lies.Frame(index, frame)
+		}
+		if out.Frame(index, frame) != nil || out.Flush() != nil {
 			return
 		}
 	}
@@ -332,7 +366,7 @@ func (s *Server) pull(w http.ResponseWriter, r *http.Request) {
 const notYet = -1
 
 // next returns which frame a stream sends after n of them; len(done): it ends. Called with mu held.
-func (s *Server) next(st *Stream, n int, done []bool) int {
+func (s *Server) next(st *Stream, n int, done []bool, order []int) int {
 	if st.Fail {
 		return len(done)
 	}
@@ -347,7 +381,7 @@ func (s *Server) next(st *Stream, n int, done []bool) int {
 	if st.Limited {
 		limit = st.Limit
 	}
-	for i := range done {
+	for _, i := range order {
 		if done[i] || st.skip[uint32(i)] {
 			continue
 		}
@@ -395,38 +429,22 @@ func (s *Server) Promoted() []uint32 {
 }
 
 // plan leaves out what the worker has, and puts each segment in a frame of its own.
-func (s *Server) plan(m *Image, req *bundle.Request) (*bundle.Plan, [][]byte) {
+func (s *Server) plan(m *Image, req *bundle.Request) (*bundle.Plan, []SentFrame) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	have := map[segment.ID]bool{{}: true}
+	have := make(map[segment.ID]bool)
 	for _, h := range req.Have {
 		for _, o := range s.images {
-			if o.ChainID != h.ChainID || o.TOCDigest != h.TOC {
-				continue
-			}
-			for i, seg := range o.Tree.Segments {
-				if h.Present == nil || h.Present[i/8]>>(i%8)&1 != 0 {
-					have[seg.ID] = true
-				}
+			if o.ChainID == h.ChainID && o.TOCDigest == h.TOC {
+				present(have, o, &h)
 			}
 		}
 	}
-	p := &bundle.Plan{}
-	var frames [][]byte
-	for i, seg := range m.Tree.Segments {
-		if have[seg.ID] || m.Data[seg.ID] == nil {
-			continue
-		}
-		have[seg.ID] = true
-		b, err := segment.AppendFrame(nil, segment.Zstd, m.Data[seg.ID])
+	return plan(m, have, 1, func(_ string, raw ...[]byte) []byte {
+		b, err := segment.AppendFrame(nil, segment.Zstd, raw...)
 		if err != nil {
 			panic(err)
 		}
-		p.Frames = append(p.Frames, bundle.PlanFrame{First: uint32(len(p.Segments)), Segments: 1, RawLength: seg.Length, MaxLength: uint32(len(b))})
-		p.Segments = append(p.Segments, uint32(i))
-		p.MaxBytes += bundle.SectionLength(len(b))
-		p.ContentBytes += int64(seg.Length)
-		frames = append(frames, b)
-	}
-	return p, frames
+		return b
+	})
 }

@@ -57,9 +57,16 @@ type Options struct {
 	// its image has it tried again at the earliest.
 	WantedRetry time.Duration
 	// MayStart returns an error if no new container may start on a rootfs, which an image names. It may wait for a proof.
-	MayStart func(ctx context.Context, r *store.Rootfs, image string) error
+	MayStart func(ctx context.Context, r *store.Rootfs, image string, w Waiting) error
 	Logger   *slog.Logger
 	Warn     func(format string, args ...any)
+}
+
+// Waiting is who waits for a container, and is told how far its image is. Of the zero value nobody is.
+type Waiting struct {
+	// Interval is between events of progress; 0: there are none.
+	Interval time.Duration
+	Emit     func(api.Event) error
 }
 
 // Set is all containers of a root.
@@ -159,7 +166,7 @@ func (s *Set) Create(ctx context.Context, req api.ContainerRequest) (_ *api.Cont
 	if err != nil {
 		return nil, err
 	}
-	made, err := s.fill(ctx, c, name, req, func() error { return s.makeDirs(c) })
+	made, err := s.fill(ctx, c, name, req, Waiting{}, func() error { return s.makeDirs(c) })
 	s.settle(c, err == nil)
 	return made, err
 }
@@ -201,7 +208,7 @@ func (s *Set) makeDirs(c *Container) error {
 
 // hold makes a reserved container one of an image, which must be mounted: the image
 // stays from then on.
-func (s *Set) hold(ctx context.Context, c *Container, name string, traced bool) (*store.Rootfs, error) {
+func (s *Set) hold(ctx context.Context, c *Container, name string, traced bool, w Waiting) (*store.Rootfs, error) {
 	img := s.opts.Images.Get(name)
 	if img == nil {
 		return nil, notHere(name)
@@ -223,7 +230,7 @@ func (s *Set) hold(ctx context.Context, c *Container, name string, traced bool) 
 	case traced && !r.Complete():
 		return nil, api.Errorf(api.CodeConflict, "image %s is not complete, and only a complete one can be traced: pull it with `foil pull %s`", name, name)
 	}
-	return r, s.opts.MayStart(ctx, r, name)
+	return r, s.opts.MayStart(ctx, r, name, w)
 }
 
 func notHere(name string) error {
@@ -232,8 +239,8 @@ func notHere(name string) error {
 
 // fill makes a reserved container one of the image of that name, which must be mounted, traced
 // as req says. dirs, unless nil, makes its directories.
-func (s *Set) fill(ctx context.Context, c *Container, name string, req api.ContainerRequest, dirs func() error) (_ *api.Container, err error) {
-	r, err := s.hold(ctx, c, name, req.Trace)
+func (s *Set) fill(ctx context.Context, c *Container, name string, req api.ContainerRequest, w Waiting, dirs func() error) (_ *api.Container, err error) {
+	r, err := s.hold(ctx, c, name, req.Trace, w)
 	if err != nil {
 		return nil, err
 	}
@@ -354,7 +361,7 @@ func (s *Set) Pull(ctx context.Context, req api.PullRequest, emit func(api.Event
 		if ev.Event != api.Mounted || settled {
 			return emit(ev)
 		}
-		if ev.Container, err = s.fill(ctx, c, p.Ref(), api.ContainerRequest{}, nil); err != nil {
+		if ev.Container, err = s.fill(ctx, c, p.Ref(), api.ContainerRequest{}, Waiting{req.Interval, emit}, nil); err != nil {
 			return err
 		}
 		if err := emit(ev); err != nil {

@@ -54,7 +54,7 @@ func TestContentsFileIsAsSpecified(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	golden := filepath.Join("testdata", "contents2.golden")
+	golden := filepath.Join("testdata", "contents3.golden")
 	if *update {
 		if err := os.WriteFile(golden, got, 0o644); err != nil {
 			t.Fatal(err)
@@ -76,25 +76,60 @@ func kindOf(x *toc.TOC, i int) Kind {
 	return Whole
 }
 
-// A file of the first version is read: what a lender keeps cannot be made again.
-func TestContentsFileOfTheFirstVersionIsRead(t *testing.T) {
-	old, err := Open(filepath.Join("testdata", "contents.golden"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer old.Close()
+// A file of an older version is read: what a lender keeps cannot be made again.
+func TestContentsFileOfOlderVersionsIsRead(t *testing.T) {
 	path, _ := written(t, three(t), nil)
 	now, err := Open(path)
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer now.Close()
-	if !bytes.Equal(old.data[headerSize:], now.data[headerSize:]) {
-		t.Error("it lists something else")
+	for version, file := range map[string]string{firstMagic: "contents.golden", secondMagic: "contents2.golden"} {
+		old, err := Open(filepath.Join("testdata", file))
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer old.Close()
+		if !old.Old() || now.Old() || old.Len() != now.Len() {
+			t.Fatalf("%s: it is old: %v, and lists %d of %d", version, old.Old(), old.Len(), now.Len())
+		}
+		for i := range now.Len() {
+			off, length, kind := old.place(i)
+			wantOff, _, wantKind := now.place(i)
+			if !bytes.Equal(old.id(i), now.id(i)) || off != wantOff || kind != wantKind || length != -1 {
+				t.Errorf("%s: record %d has offset %d, length %d, kind %d", version, i, off, length, kind)
+			}
+		}
+		b, err := old.Only([]arena.Range{{Off: 0, Len: 1 << 40}})
+		if err != nil || string(b[:len(magic)]) != version {
+			t.Errorf("what is kept of it is written as %.8q, %v", b, err)
+		}
 	}
-	b, err := old.Only([]arena.Range{{Off: 0, Len: 1 << 40}})
-	if err != nil || string(b[:len(oldMagic)]) != oldMagic {
-		t.Errorf("what is kept of it is written as %.8q, %v", b, err)
+}
+
+// A content is found by its ID and its length, and is kept whole or not at all.
+func TestALengthIsPartOfAContent(t *testing.T) {
+	x := three(t)
+	path, l := written(t, x, nil)
+	c, err := Open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	id := func(i int32) *segment.ID { return &x.Contents[i].ID }
+	for more, want := range map[int64]int{-1: 0, 0: 1, 1: 0} {
+		found := 0
+		c.Join([]int32{1}, id, func(i int32) int64 { return x.Contents[i].Size + more }, func(int32, int64, Kind) { found++ })
+		if found != want {
+			t.Errorf("with %d bytes more it is found %d times, want %d", more, found, want)
+		}
+	}
+	off, _ := l.Offset(1)
+	for n, want := range map[int64]int{x.Contents[1].Size: 1, x.Contents[1].Size - 1: 0} {
+		b, err := c.Only([]arena.Range{{Off: off, Len: n}})
+		if kept := (&List{b}).Len(); err != nil || kept != want {
+			t.Errorf("of a content of which %d bytes are kept there are %d records, want %d; %v", n, kept, want, err)
+		}
 	}
 }
 
@@ -117,19 +152,20 @@ func TestJoinFindsContentsAndPieces(t *testing.T) {
 	}
 	// Every segment and content of the image, and one that is nowhere.
 	var ids []segment.ID
+	var lengths []int64
 	want := make(map[string]bool)
 	for i, content := range x.Contents {
 		off, _ := l.Offset(i)
-		ids = append(ids, content.ID)
+		ids, lengths = append(ids, content.ID), append(lengths, content.Size)
 		want[fmt.Sprint(content.ID, off, kindOf(x, i))] = true
 		for _, s := range x.Segments[content.First : content.First+content.Segments] {
 			if !s.ID.IsHole() && content.Segments > 1 {
-				ids = append(ids, s.ID)
+				ids, lengths = append(ids, s.ID), append(lengths, int64(s.Length))
 				want[fmt.Sprint(s.ID, off+s.Offset, Piece)] = true
 			}
 		}
 	}
-	ids = append(ids, segment.Sum([]byte("nowhere")), segment.ID{})
+	ids, lengths = append(ids, segment.Sum([]byte("nowhere")), segment.ID{}), append(lengths, 7, 0)
 	numbers := make([]int32, len(ids))
 	for i := range numbers {
 		numbers[i] = int32(i)
@@ -138,7 +174,7 @@ func TestJoinFindsContentsAndPieces(t *testing.T) {
 	segment.Sort(numbers, id)
 	numbers = slices.CompactFunc(numbers, func(a, b int32) bool { return ids[a] == ids[b] })
 	got := make(map[string]bool)
-	c.Join(numbers, id, func(i int32, off int64, kind Kind) { got[fmt.Sprint(ids[i], off, kind)] = true })
+	c.Join(numbers, id, func(i int32) int64 { return lengths[i] }, func(i int32, off int64, kind Kind) { got[fmt.Sprint(ids[i], off, kind)] = true })
 	for k := range want {
 		if !got[k] {
 			t.Errorf("not found: %s", k)
@@ -193,14 +229,15 @@ func FuzzContents(f *testing.F) {
 		// What is believed can be used.
 		c := &List{b}
 		ids := make([]segment.ID, c.Len())
-		numbers := make([]int32, c.Len())
+		numbers, lengths := make([]int32, c.Len()), make([]int64, c.Len())
 		for i := range ids {
+			_, lengths[i], _ = c.place(i)
 			copy(ids[i][:], c.id(i))
 			numbers[i] = int32(i)
 		}
 		id := func(i int32) *segment.ID { return &ids[i] }
 		segment.Sort(numbers, id)
-		c.Join(numbers, id, func(_ int32, off int64, _ Kind) {
+		c.Join(numbers, id, func(i int32) int64 { return lengths[i] }, func(_ int32, off int64, _ Kind) {
 			if off < 0 {
 				t.Errorf("offset %d", off)
 			}

@@ -106,6 +106,12 @@ type Options struct {
 	SyncBytes int64
 	// Workers is how many frames are decoded and written at a time; 0 means GOMAXPROCS.
 	Workers int
+	// Tight, when not nil, reports whether memory is short. While it is, what has been written does not stay in the
+	// page cache, and is synced more often.
+	Tight func() bool
+	// Yields, when not nil, is asked every yield.Turn whether others want the processors, and nobody waits for a
+	// start on the image. Then the server rests for most of the next one.
+	Yields func() bool
 	// PromoteBeyond is how many bytes may be planned before a wanted frame
 	// without it being promoted; 0 means 256 KiB, less than 0 none.
 	PromoteBeyond int64
@@ -143,6 +149,9 @@ func (o *Options) defaults() {
 	}
 	if o.SyncBytes == 0 {
 		o.SyncBytes = 64 << 20
+	}
+	if o.Tight == nil {
+		o.Tight = func() bool { return false }
 	}
 	if o.JoinPatience == 0 {
 		o.JoinPatience = time.Second

@@ -94,6 +94,9 @@ func (r *promoter) add(s *stream, o schedule.Orders) {
 	r.orders.Skip = append(r.orders.Skip, o.Skip...)
 	r.orders.Chosen = r.orders.Chosen || o.Chosen
 	r.orders.Release = r.orders.Release || o.Release
+	if o.Rest > 0 {
+		r.orders.Rest = o.Rest
+	}
 	select {
 	case r.kick <- struct{}{}:
 	default:
@@ -135,13 +138,13 @@ func (r *promoter) run() {
 
 func (r *promoter) post(s *stream, o schedule.Orders) {
 	p := r.p
-	if s == nil || len(o.Promote) == 0 && len(o.Back) == 0 && !o.Chosen && !o.Release {
+	if s == nil || len(o.Promote) == 0 && len(o.Back) == 0 && !o.Chosen && !o.Release && o.Rest == 0 {
 		return
 	}
 	began := time.Now()
 	err := p.opts.Client.Post(p.ctx, bundle.PromotePath, bundle.Promotion{
 		Stream: s.id, Frames: slices.Concat(o.Promote, o.Back), Number: max(o.Number, schedule.BackNumber),
-		Skip: o.Skip, Chosen: o.Chosen, Release: o.Release,
+		Skip: o.Skip, Chosen: o.Chosen, Release: o.Release, Rest: o.Rest,
 	}, nil)
 	if err == nil {
 		p.counts.promotions.Add(int64(o.Fresh))

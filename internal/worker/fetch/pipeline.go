@@ -19,15 +19,19 @@ import (
 // bytes.
 const inFlight = 8 << 20
 
+// tightSyncBytes is Options.SyncBytes while memory is short: what has not been synced cannot leave the page cache.
+const tightSyncBytes = 8 << 20
+
 // pipeline verifies, decompresses and writes frames, and makes what is written durable.
 type pipeline struct {
 	p       *Pull
-	work    sync.WaitGroup // workers, the syncer and the promoter
+	work    sync.WaitGroup // workers, the syncer, the promoter, and who yields
 	jobs    chan job
 	room    *semaphore.Weighted // of inFlight
 	buffers sync.Pool           // *buffer
 	unsync  atomic.Int64        // bytes of frames of the plan, decoded, since the last sync
 	kick    chan struct{}       // a sync is due
+	tight   atomic.Bool         // memory was short when the syncer last looked
 }
 
 func (l *pipeline) init(p *Pull) {
@@ -41,6 +45,9 @@ func (l *pipeline) start() {
 	}
 	l.work.Go(l.syncer)
 	l.work.Go(l.p.promoter.run)
+	if l.p.opts.Yields != nil {
+		l.work.Go(l.p.yield)
+	}
 }
 
 // job is one frame for a worker.
@@ -166,7 +173,11 @@ func (l *pipeline) write(j job, raw []byte) []byte {
 // wrote counts bytes of contents that were written from frames of the plan.
 func (l *pipeline) wrote(n int64) {
 	l.p.counts.stored.Add(n)
-	if l.unsync.Add(n) >= l.p.opts.SyncBytes {
+	most := l.p.opts.SyncBytes
+	if l.tight.Load() {
+		most = min(most, tightSyncBytes)
+	}
+	if l.unsync.Add(n) >= most {
 		select {
 		case l.kick <- struct{}{}:
 		default:
@@ -200,8 +211,15 @@ func (l *pipeline) sync(ctx context.Context) error {
 	if err := l.settle(); err != nil {
 		return err
 	}
-	if a := l.p.arena(); a != nil {
-		return a.Sync(ctx)
+	a := l.p.arena()
+	if a == nil {
+		return nil
+	}
+	if err := a.Sync(ctx); err != nil {
+		return err
+	}
+	if l.tight.Store(l.p.opts.Tight()); l.tight.Load() {
+		a.Shed()
 	}
 	return nil
 }

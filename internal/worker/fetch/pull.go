@@ -182,7 +182,7 @@ func (p *Pull) decideLocked(event func(s *schedule.Schedule, now time.Time)) {
 	s.Moved(now, p.counts.moved.Load())
 	event(s, now)
 	o := s.Take()
-	if len(o.Promote) > 0 || len(o.Back) > 0 || o.Chosen || o.Release {
+	if len(o.Promote) > 0 || len(o.Back) > 0 || o.Chosen || o.Release || o.Rest > 0 {
 		p.promoter.add(p.current, o)
 	}
 	if o.Restart && p.current != nil {

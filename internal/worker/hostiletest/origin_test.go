@@ -255,6 +255,36 @@ func TestAContentWithAnothersIDIsNotLent(t *testing.T) {
 	}
 }
 
+// A content's ID with another length is another content: else less of it would be kept than others need, or more of the
+// arena read than it is. All images are of one registry.
+func TestAContentIsAsLongAsItIs(t *testing.T) {
+	program := toctest.Blob(1, 1200<<10)
+	good := bundletest.NewImage(t, toctest.Files{"program": program, "secret": secret})
+	for name, size := range map[string]int{"short": 300 << 10, "long": 2 << 20} {
+		t.Run(name, func(t *testing.T) {
+			s := bundletest.New(t)
+			ref := s.Serve("good:1", good)
+			w := newWorker(t)
+			w.mustPull(ref, api.Complete)
+			liar := bundletest.NewImage(t, toctest.Files{"a": strings.Repeat("\x00", size), "z": name})
+			falsely(t, liar, "a", segment.Sum([]byte(program)))
+			bad := s.Serve("liar:1", liar)
+			if err := w.pull(bad, api.Complete); err == nil {
+				t.Error("it is complete")
+			}
+			if got, err := w.read(bad, "a"); err == nil && got != strings.Repeat("\x00", size) {
+				t.Error("it is read from another image")
+			}
+			if err := w.n.RemoveImage(t.Context(), ref); err != nil {
+				t.Fatal(err)
+			}
+			w.mustPull(ref, api.Complete)
+			w.reads(ref, "program", program)
+			w.right(ref)
+		})
+	}
+}
+
 // here is how many bytes of an image's contents are here.
 func (w *worker) here(ref string) int64 {
 	w.t.Helper()

@@ -14,6 +14,7 @@ import (
 	"hydrofoil.dev/foil/internal/worker/api"
 	"hydrofoil.dev/foil/internal/worker/bundletest"
 	"hydrofoil.dev/foil/internal/worker/mounts"
+	"hydrofoil.dev/foil/internal/worker/origin"
 	"hydrofoil.dev/foil/internal/worker/rootfs"
 )
 
@@ -83,9 +84,7 @@ func TestAnImageIsProven(t *testing.T) {
 	ref := s.Serve("app:1", layered(t))
 	w := newWorker(t)
 	w.mustPull(ref, api.Complete)
-	for w.proof(ref) != "proven" {
-		time.Sleep(10 * time.Millisecond)
-	}
+	w.eventually(func() bool { return w.proof(ref) == "proven" })
 	w.restart()
 	s.Stop() // nobody is asked any more
 	if err := w.proven(ref); err != nil || w.records(ref).Proof != rootfs.Proven {
@@ -302,7 +301,11 @@ func TestProvenBeforeItStarts(t *testing.T) {
 	good := layered(t)
 	truth, lie := s.Serve("good:1", good), s.Serve("bad:1", lying(t, good))
 	w := newWorker(t)
-	w.opts.ProveFirst = []string{s.Addr}
+	policies, err := origin.ParsePolicies([]string{s.Addr + "=proven"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.opts.Policies = policies
 	w.restart()
 	w.mustPull(lie, api.Mounted)
 	w.refused(lie, "not as in the layers")

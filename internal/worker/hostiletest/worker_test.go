@@ -58,16 +58,29 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
+// tester is a testing.TB, or a check of package rapid.
+type tester interface {
+	Helper()
+	Cleanup(func())
+	Context() context.Context
+	Logf(format string, args ...any)
+	Error(args ...any)
+	Errorf(format string, args ...any)
+	Fatal(args ...any)
+	Fatalf(format string, args ...any)
+	Failed() bool
+}
+
 // worker is a daemon on a root of its own.
 type worker struct {
-	t    testing.TB
+	t    tester
 	root string
 	n    *node.Node
 	opts node.Options
 	log  logtest.Buffer
 }
 
-func newWorker(t testing.TB, groups ...string) *worker {
+func newWorker(t tester, groups ...string) *worker {
 	t.Helper()
 	root, err := os.MkdirTemp("", "foil-hostile-")
 	if err != nil {
@@ -181,6 +194,16 @@ func (w *worker) reads(ref, name, want string) {
 	w.t.Helper()
 	if got, err := w.read(ref, name); err != nil || got != want {
 		w.t.Errorf("%s of %s is %.40q, %v; want %.40q", name, ref, got, err, want)
+	}
+}
+
+// eventually waits for a condition.
+func (w *worker) eventually(ok func() bool) {
+	w.t.Helper()
+	for deadline := time.Now().Add(2 * time.Minute); !ok(); time.Sleep(5 * time.Millisecond) {
+		if time.Now().After(deadline) {
+			w.t.Fatal("not after two minutes")
+		}
 	}
 }
 

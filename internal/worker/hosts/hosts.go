@@ -82,6 +82,8 @@ type Host struct {
 	Client *remote.Client
 	// Repository is what it calls the repository.
 	Repository string
+	// Weak says why nothing shows that it is this host which answers; empty: TLS does, or it is on this machine.
+	Weak string
 }
 
 // New reads nothing yet: the configuration is read each time it is needed, as
@@ -126,7 +128,7 @@ func (s *Set) For(ctx context.Context, w Want) ([]Host, error) {
 			return nil, fmt.Errorf("registry host %s: %w", f.Host, err)
 		}
 		prefix := f.repositories()
-		h := Host{Repository: prefix + w.Repository}
+		h := Host{Repository: prefix + w.Repository, Weak: f.weak()}
 		v := remote.View{Authorizer: &authorizer{host: k.auth(w.Credential, s.opts.DockerConfig), scope: "repository:" + h.Repository + ":pull"}}
 		if origin, err := docker.DefaultHost(w.Registry); err != nil || f.Host != w.Registry && f.Host != origin {
 			v.Namespace = w.Registry
@@ -157,6 +159,23 @@ func (s *Set) Server(ctx context.Context, base string) (*remote.Client, error) {
 		}
 	}
 	return list[len(list)-1].Client, nil // the registry's own, after its mirrors
+}
+
+// Known returns the client by which pulls from a registry speak to the server at base, without
+// credentials.
+//
+// Errors: a configuration that cannot be used, or that names no such server.
+func (s *Set) Known(ctx context.Context, registry string, plainHTTP bool, base string) (*remote.Client, error) {
+	list, err := s.For(ctx, Want{Registry: registry, PlainHTTP: plainHTTP})
+	if err != nil {
+		return nil, err
+	}
+	for _, h := range list {
+		if h.Client.Base() == base {
+			return h.Client.With(remote.View{}), nil
+		}
+	}
+	return nil, fmt.Errorf("%s is no host of registry %s any more", base, registry)
 }
 
 // Registry returns the same hosts for containerd's clients.
@@ -293,6 +312,21 @@ func (f *found) base() string {
 	return f.Scheme + "://" + f.Host + strings.TrimSuffix(before, "/")
 }
 
+// weak says why nothing shows that it is this host which answers, or "".
+func (f *found) weak() string {
+	switch {
+	case isLoopback(f.Host):
+		return ""
+	case f.Scheme != "https":
+		return "it is spoken to without TLS"
+	case f.transport.TLSClientConfig != nil && f.transport.TLSClientConfig.InsecureSkipVerify:
+		return "its certificate is not verified"
+	case f.fallBack:
+		return "it is spoken to without TLS when it knows none"
+	}
+	return ""
+}
+
 // known is a host to which there may be a connection.
 type known struct {
 	registry string // for which it was found first
@@ -329,7 +363,7 @@ func (s *Set) knownAs(f found, w Want) (*known, error) {
 		if sameTLS(k.transport.TLSClientConfig, f.transport.TLSClientConfig) {
 			return use(i), nil
 		}
-		if k.registry == w.Registry {
+		if k.registry == w.Registry && k.weak() == f.weak() {
 			renewed = i
 		}
 	}
@@ -375,7 +409,7 @@ func (s *Set) tlsNow(was found, w Want) *tls.Config {
 		return nil
 	}
 	for _, f := range all {
-		if f.base() == was.base() && f.fallBack == was.fallBack && sameHeader(f.Header, was.Header) {
+		if f.base() == was.base() && f.fallBack == was.fallBack && f.weak() == was.weak() && sameHeader(f.Header, was.Header) {
 			return f.transport.TLSClientConfig
 		}
 	}

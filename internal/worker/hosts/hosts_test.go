@@ -101,6 +101,85 @@ server = "https://origin.example"
 	}
 }
 
+// Who answers is known by TLS, and on this machine.
+func TestWhoIsAuthenticated(t *testing.T) {
+	dir := t.TempDir()
+	for registry, text := range map[string]string{
+		"tls.example":      `server = "https://tls.example"`,
+		"skip.example":     "server = \"https://skip.example\"\nskip_verify = true",
+		"plain.example":    `server = "http://plain.example"`,
+		"mirrored.example": "server = \"https://mirrored.example\"\n[host.\"http://near.example\"]\n[host.\"http://127.0.0.1:598\"]\n[host.\"https://far.example\"]\nskip_verify = true",
+		"maybe.example":    "server = \"http://maybe.example\"\nskip_verify = true",
+		"localhost_5000_":  `server = "http://far.example:5000"`,
+		"here.example":     "server = \"https://127.0.0.1:5000\"\nskip_verify = true",
+	} {
+		write(t, filepath.Join(dir, registry, "hosts.toml"), text)
+	}
+	s := New(Options{Dirs: dir})
+	defer s.Close()
+	const plain, unverified = "it is spoken to without TLS", "its certificate is not verified"
+	for name, tc := range map[string]struct {
+		want Want
+		weak []string
+	}{
+		"nothing configured":       {Want{Registry: "registry.example"}, []string{""}},
+		"--plain-http":             {Want{Registry: "registry.example", PlainHTTP: true}, []string{plain}},
+		"loopback":                 {Want{Registry: "127.0.0.1:5000"}, []string{""}},
+		"any address is none":      {Want{Registry: "0.0.0.0:5000", PlainHTTP: true}, []string{plain}},
+		"localhost, it says":       {Want{Registry: "localhost:5000"}, []string{plain}},
+		"served here":              {Want{Registry: "here.example"}, []string{""}},
+		"TLS":                      {Want{Registry: "tls.example"}, []string{""}},
+		"TLS, not verified":        {Want{Registry: "skip.example"}, []string{unverified}},
+		"HTTP":                     {Want{Registry: "plain.example"}, []string{plain}},
+		"HTTP, with words of TLS":  {Want{Registry: "maybe.example"}, []string{unverified}},
+		"each host for itself":     {Want{Registry: "mirrored.example"}, []string{plain, "", unverified, ""}},
+		"--plain-http, configured": {Want{Registry: "tls.example", PlainHTTP: true}, []string{""}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			list, err := s.For(t.Context(), tc.want)
+			if err != nil {
+				t.Fatal(err)
+			}
+			got := make([]string, len(list))
+			for i, h := range list {
+				got[i] = h.Weak
+			}
+			if diff := cmp.Diff(tc.weak, got); diff != "" {
+				t.Error(diff)
+			}
+		})
+	}
+}
+
+// A connection that was authenticated is not renewed without it, and a host whose certificate is verified from now on has
+// a new one.
+func TestAuthenticationChanges(t *testing.T) {
+	dir := t.TempDir()
+	path := filepath.Join(dir, "r.example", "hosts.toml")
+	s := New(Options{Dirs: dir})
+	defer s.Close()
+	var clients []Host
+	for _, text := range []string{"server = \"https://r.example\"", "server = \"https://r.example\"\nskip_verify = true", "server = \"https://r.example\""} {
+		write(t, path, text)
+		list, err := s.For(t.Context(), Want{Registry: "r.example"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		clients = append(clients, list[0])
+	}
+	if clients[0].Weak != "" || clients[1].Weak == "" || clients[2].Weak != "" {
+		t.Errorf("weak: %q, %q, %q", clients[0].Weak, clients[1].Weak, clients[2].Weak)
+	}
+	found, err := s.find(t.Context(), Want{Registry: "r.example"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	write(t, path, "server = \"https://r.example\"\nskip_verify = true")
+	if c := s.tlsNow(found[0], Want{Registry: "r.example"}); c != nil {
+		t.Error("what was verified is not any more, on a connection that is renewed")
+	}
+}
+
 // A mirror that is often down should not hold up each pull for the default of ten seconds.
 func TestDialTimeout(t *testing.T) {
 	dir := t.TempDir()

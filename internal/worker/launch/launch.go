@@ -11,6 +11,8 @@
 // Each step is an event:
 //
 //	resolved   manifest and config are known
+//	proving    how far the proof is of an image that starts only when it is proven
+//	proven     it is
 //	mounted    the rootfs can be used
 //	started    the container's process runs
 //	ready      its probe says so (only with a probe)

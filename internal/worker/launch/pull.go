@@ -70,8 +70,14 @@ func (r *run) here(ctx context.Context) (bool, error) {
 		if !complete && r.o.Policy != PullNever {
 			return false, nil
 		}
-		ev := api.Event{Digest: img.Digest, ContentHere: img.ContentHere, ContentTotal: img.ContentTotal}
-		for _, ev.Event = range []api.EventKind{api.Resolved, api.Mounted, api.Complete} {
+		ev := api.Event{Event: api.Resolved, Digest: img.Digest, ContentHere: img.ContentHere, ContentTotal: img.ContentTotal}
+		r.emit(ev)
+		if complete {
+			if err := r.prove(ctx, img, ev); err != nil {
+				return false, err
+			}
+		}
+		for _, ev.Event = range []api.EventKind{api.Mounted, api.Complete} {
 			if ev.Event == api.Complete && !complete {
 				break
 			}
@@ -84,6 +90,30 @@ func (r *run) here(ctx context.Context) (bool, error) {
 			"no image %s here, and --pull never forbids to fetch it: pull it with \"foil pull %s\"", r.o.Pull.Ref, r.o.Pull.Ref)}
 	}
 	return false, nil
+}
+
+// prove has a complete image proven that starts only then, and tells how far that is by events like ev.
+func (r *run) prove(ctx context.Context, img api.Image, ev api.Event) error {
+	if img.Policy != "proven" || img.Proof == "proven" {
+		return nil
+	}
+	layer, last := -1, time.Time{}
+	for p, err := range r.Client.Prove(ctx, img.Ref) {
+		if err != nil {
+			return api.Errorf(api.AsError(err).Code, "image %s starts when it is proven (%s): %w", img.Ref, img.PolicyWhy, err)
+		}
+		interval := r.o.Pull.Interval
+		if !p.Done && p.Layer == layer && (interval == 0 || time.Since(last) < interval) {
+			continue
+		}
+		layer, last = p.Layer, time.Now()
+		ev.Event, ev.Proof = api.Proving, &api.ProofProgress{State: p.Proof, Hashed: p.Checked, Total: p.Total, Layer: p.Layer, Layers: p.Layers}
+		if p.Done {
+			ev.Event = api.Proven
+		}
+		r.emit(ev)
+	}
+	return nil
 }
 
 // refresh asks the daemon for the latest counts of the pull. That it does not
@@ -126,7 +156,7 @@ func (r *run) emit(ev api.Event) {
 			at = now
 		}
 		ev = r.counts
-		ev.Event, ev.Time, ev.ExitCode, ev.Err, ev.Code = kind, at, code, "", ""
+		ev.Event, ev.Time, ev.ExitCode, ev.Err, ev.Code, ev.Proof = kind, at, code, "", "", nil
 		ev.Elapsed = at.Sub(r.o.Begun).Seconds()
 	default:
 		ev.Ref = r.o.Pull.Ref

@@ -21,7 +21,9 @@
 //
 // When the server wants credentials that the daemon does not have, containerd is
 // asked for those of its pull, with a Basic challenge. It gives those that it was
-// given for the image: a kubelet's, those of ctr --user.
+// given for the image: a kubelet's, those of ctr --user. Where it must be known which layers
+// the image has (Options.Besides) it is asked by a token: then it comes back without
+// credentials, too, and is refused if the server does not let the daemon in.
 //
 // Whoever answers for a tag decides what runs, and whoever may ask reads what only the daemon may pull.
 // So both ends show a key that only root of the host can read (KeyPath): a container on the host's network
@@ -46,7 +48,6 @@ import (
 
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/worker/api"
-	"hydrofoil.dev/foil/internal/worker/credentials"
 	"hydrofoil.dev/foil/internal/worker/node"
 	"hydrofoil.dev/foil/internal/worker/pull"
 	"hydrofoil.dev/foil/internal/worker/remote"
@@ -131,6 +132,9 @@ func (m *Mirror) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	parts := path.FindStringSubmatch(r.URL.Path)
 	registry := r.URL.Query().Get("ns")
 	switch {
+	case r.URL.Path == tokenPath && (r.Method == http.MethodGet || r.Method == http.MethodPost):
+		m.token(w, r)
+		return
 	case r.Method != http.MethodGet && r.Method != http.MethodHead:
 		w.WriteHeader(http.StatusMethodNotAllowed)
 		return
@@ -149,7 +153,7 @@ func (m *Mirror) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 			return
 		}
 	}
-	if kind == "manifests" && byDigest && r.Method == http.MethodGet && m.opts.Besides != nil && m.opts.Besides(name+"@"+reference) {
+	if kind == "manifests" && byDigest && r.Method == http.MethodGet && m.besides(name+"@"+reference) {
 		m.another(w, r, registry, name, name+"@"+reference)
 		return
 	}
@@ -163,7 +167,7 @@ func (m *Mirror) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		ref = name + "@" + reference
 	}
 	b, err := m.resolve(r, registry, name, ref)
-	if err != nil && m.opts.Besides != nil && m.opts.Besides(ref) && !isDemand(err) && !errors.As(err, new(*claimError)) {
+	if err != nil && m.besides(ref) && (!isDemand(err) || callerOf(r).known) && !errors.As(err, new(*claimError)) {
 		b, err = m.resolvePlain(r, name, ref)
 	}
 	if err != nil {
@@ -179,14 +183,13 @@ func (m *Mirror) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 
 // resolve asks the server what a reference names.
 func (m *Mirror) resolve(r *http.Request, registry, name, ref string) (*bundle.Blob, error) {
-	_, _, given := r.BasicAuth()
 	m.mu.Lock()
 	plain, demand := time.Now().Before(m.plain[registry]), time.Now().Before(m.demand[name])
 	m.mu.Unlock()
 	if plain {
 		return nil, errPlain
 	}
-	if !given && (demand || m.opts.Private != nil && m.opts.Private(name)) {
+	if !callerOf(r).known && (demand || m.opts.Private != nil && m.opts.Private(name)) {
 		return nil, errDemand
 	}
 	h, err := m.ask(r, m.opts.Node.Header, ref)
@@ -207,7 +210,7 @@ func (m *Mirror) resolvePlain(r *http.Request, name, ref string) (*bundle.Blob, 
 	case isDemand(err):
 		return nil, err
 	case err != nil:
-		return nil, &claimError{fmt.Errorf("it is not known which layers it has, and there are images of other registries here that are not proven: %w", err)}
+		return nil, unseen(err)
 	}
 	return m.take(name, h)
 }
@@ -217,6 +220,9 @@ func (m *Mirror) resolvePlain(r *http.Request, name, ref string) (*bundle.Blob, 
 // answered by what is not it: containerd compares the digest, and gives up.
 func (m *Mirror) another(w http.ResponseWriter, r *http.Request, registry, name, ref string) {
 	b, err := m.resolvePlain(r, name, ref)
+	if isDemand(err) && callerOf(r).known {
+		err = unseen(err)
+	}
 	switch refused := (*claimError)(nil); {
 	case err == nil:
 		m.answer(w, r, b)
@@ -238,11 +244,7 @@ func isDemand(err error) bool {
 func (m *Mirror) ask(r *http.Request, header func(context.Context, api.PullRequest) (*pull.Header, error), ref string) (*pull.Header, error) {
 	ctx, cancel := context.WithTimeout(r.Context(), m.opts.Timeout)
 	defer cancel()
-	req := api.PullRequest{Ref: ref, Platform: platform()}
-	if user, password, given := r.BasicAuth(); given {
-		req.Credential = credentials.Credential{Username: user, Secret: password}
-	}
-	return header(ctx, req)
+	return header(ctx, api.PullRequest{Ref: ref, Platform: platform(), Credential: callerOf(r).credential})
 }
 
 // take remembers what a header has, unless the image is refused.
@@ -276,6 +278,11 @@ type claimError struct{ error }
 
 func (e *claimError) Unwrap() error { return e.error }
 
+// unseen refuses an image of which the daemon cannot see what it is. Its registry may let containerd in all the same.
+func unseen(err error) error {
+	return &claimError{fmt.Errorf("it is not known which layers it has, and there are images of other registries here that are not proven; once these are, it can be pulled: %w", err)}
+}
+
 // refuse has containerd go on with the next host, or ask again with credentials; or give up.
 func (m *Mirror) refuse(w http.ResponseWriter, r *http.Request, registry, name, ref string, err error) {
 	if errors.As(err, new(*claimError)) {
@@ -283,8 +290,11 @@ func (m *Mirror) refuse(w http.ResponseWriter, r *http.Request, registry, name, 
 		http.Error(w, err.Error(), http.StatusMultipleChoices)
 		return
 	}
-	_, _, given := r.BasicAuth()
-	demands := isDemand(err)
+	given, demands := callerOf(r).known, isDemand(err)
+	if demands && given && m.besides(ref) {
+		m.refuse(w, r, registry, name, ref, unseen(err))
+		return
+	}
 	m.mu.Lock()
 	switch {
 	case demands && !given:
@@ -296,13 +306,20 @@ func (m *Mirror) refuse(w http.ResponseWriter, r *http.Request, registry, name, 
 	if !errors.Is(err, errPlain) && !errors.Is(err, errDemand) {
 		m.log.Info("the mirror leaves an image to its registry", "image", ref, "reason", err)
 	}
-	if demands && !given {
+	switch {
+	case demands && !given && m.besides(ref):
+		challenge(w, r, name[len(registry)+1:])
+		return
+	case demands && !given:
 		w.Header().Set("WWW-Authenticate", fmt.Sprintf("Basic realm=%q", registry))
 		w.WriteHeader(http.StatusUnauthorized)
 		return
 	}
 	pass(w, err.Error())
 }
+
+// besides is Options.Besides.
+func (m *Mirror) besides(ref string) bool { return m.opts.Besides != nil && m.opts.Besides(ref) }
 
 // noServer reports whether what answered is no Hydrofoil server.
 func noServer(err error) bool {

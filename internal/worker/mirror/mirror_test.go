@@ -54,6 +54,9 @@ func (f *fake) Header(_ context.Context, req api.PullRequest) (*pull.Header, err
 
 func (f *fake) Resolve(_ context.Context, req api.PullRequest) (*pull.Header, error) {
 	f.plainly = append(f.plainly, req.Ref)
+	if f.private && (req.Credential.Username != "alice" || req.Credential.Secret != "pw") {
+		return nil, &api.Error{Code: api.CodeUnauthorized, Message: "401"}
+	}
 	if h := f.headers["plain "+req.Ref]; h != nil {
 		return h, nil
 	}

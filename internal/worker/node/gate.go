@@ -31,15 +31,16 @@ func (n *Node) openGate() (in store.Inherited, err error) {
 		n.log.Warn("keeper and daemon died together; the service manager has kept the gate", "descriptors", len(in.Held))
 	}
 	n.keepListening(ctx, in.Held)
+	dir := filepath.Join(n.opts.Root, "run", "gate")
 	g, fresh, loop, err := gate.Open(ctx, gate.Choice{Kind: n.opts.Gate, Root: n.opts.Root, Kept: n.opts.Store != nil}, gate.Options{
-		Keeper: n.holders(), Held: in.Held, Logger: n.log, Dir: filepath.Join(n.opts.Root, "run", "gate"),
+		Keeper: n.holders(), Held: in.Held, Logger: n.log, Dir: dir,
 	})
 	if err != nil {
 		return in, err
 	}
 	n.gate, n.gateLost, n.loop = g, fresh, loop
 	in.GateLost = fresh
-	return in, nil
+	return in, n.noteConnection(dir)
 }
 
 func (n *Node) holders() holders { return holders{n, n.opts.Store} }

@@ -74,18 +74,19 @@ func TestMain(m *testing.M) {
 
 // host is a worker of a test: a root, and the daemons on it, one after the other.
 type host struct {
-	t      testing.TB
-	root   string
-	giveUp time.Duration
-	early  time.Duration // how long pulls that are begun for a header wait; 0: an hour
-	store  DescriptorStore
-	warm   time.Duration // Options.keepWarm; 0: an hour
-	retry  time.Duration // Options.firstRetry; 0: an hour
-	wanted time.Duration // Options.wantedRetry; 0: an hour
-	stall  time.Duration // Options.stalled; 0: an hour
-	at     func(string)  // called at the points at which a daemon can die
-	n      *Node
-	log    logtest.Buffer
+	t       testing.TB
+	root    string
+	giveUp  time.Duration
+	early   time.Duration // how long pulls that are begun for a header wait; 0: an hour
+	store   DescriptorStore
+	warm    time.Duration // Options.keepWarm; 0: an hour
+	retry   time.Duration // Options.firstRetry; 0: an hour
+	wanted  time.Duration // Options.wantedRetry; 0: an hour
+	stall   time.Duration // Options.stalled; 0: an hour
+	servers int           // Options.KeepServers
+	at      func(string)  // called at the points at which a daemon can die
+	n       *Node
+	log     logtest.Buffer
 }
 
 func (h *host) imagePath(ref string) string { return imagePath(h.root, ref) }
@@ -134,7 +135,7 @@ func (h *host) options() Options {
 	if err != nil {
 		h.t.Fatal(err)
 	}
-	return Options{Root: h.root, Binary: self, Gate: bestGate(), GiveUp: h.giveUp, Store: h.store, noProofs: true, claimWithin: cmp.Or(h.early, time.Hour), keepWarm: cmp.Or(h.warm, time.Hour), firstRetry: cmp.Or(h.retry, time.Hour), stalled: cmp.Or(h.stall, time.Hour), wantedRetry: cmp.Or(h.wanted, time.Hour), crash: h.at, Logger: slog.New(slog.NewTextHandler(&h.log, nil))}
+	return Options{Root: h.root, Binary: self, Gate: bestGate(), GiveUp: h.giveUp, Store: h.store, KeepServers: h.servers, noProofs: true, claimWithin: cmp.Or(h.early, time.Hour), keepWarm: cmp.Or(h.warm, time.Hour), firstRetry: cmp.Or(h.retry, time.Hour), stalled: cmp.Or(h.stall, time.Hour), wantedRetry: cmp.Or(h.wanted, time.Hour), crash: h.at, Logger: slog.New(slog.NewTextHandler(&h.log, nil))}
 }
 
 func (h *host) start() {

@@ -70,7 +70,11 @@ var (
 	descFree       = describe("disk_free_bytes", "What is free on the filesystem of the root.")
 	descSize       = describe("disk_size_bytes", "The size of that filesystem.")
 	descKeeper     = describe("keeper_up", "1 while a keeper holds the gate together with the daemon. 0 for more than a moment: a crash of the daemon would be a hazard.")
-	descServer     = describe("server_up", "1 while the connection to a server of --connect is there and warm.", "server")
+	descServer     = describe("server_up", "1 while the connection to a server of --connect, or of those used most, is there.", "server")
+	descMemory     = describe("startup_memory_bytes", "Memory of startup pages that the starts under way have read ahead (--startup-memory).")
+	descRefused    = describe("startup_memory_refused_bytes_total", "Bytes of startup pages that were not read ahead, since memory was short, or their limit reached.")
+	descShort      = describe("memory_short", "1 while memory is short: nothing is read ahead, and what arrives does not stay in the page cache.")
+	descYielded    = describe("yielded_turns_total", "Quarters of a second in which services were found to want the processors while an image arrived, or was proven: it made room.")
 	descRate       = describe("server_rate_bytes_per_second", "The rate at which that connection was warmed up; 0: it was not.", "server")
 )
 
@@ -92,7 +96,7 @@ func (state) Describe(ch chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{
 		descInfo, descBegan, descWarnings, descRunning, descReceived, descWritten, descStartup, descPromotions, descDamaged, descResumes,
 		descEvents, descWaits, descDenied, descPending, descImages, descProofs, descContainers, descArenas, descDisk, descLimit, descFree, descSize,
-		descKeeper, descServer, descRate,
+		descKeeper, descServer, descRate, descMemory, descRefused, descShort, descYielded,
 	} {
 		ch <- d
 	}
@@ -123,6 +127,10 @@ func (s state) Collect(ch chan<- prometheus.Metric) {
 	counter(descWaits, g.Waits)
 	counter(descDenied, g.Denied)
 	gauge(descPending, float64(g.Pending))
+	gauge(descMemory, float64(n.memory.Taken()))
+	counter(descRefused, n.memory.Refused())
+	counter(descYielded, n.others.Turns())
+	gauge(descShort, toFloat(n.memory.Tight()))
 	gauge(descKeeper, toFloat(n.keeper.PID() != 0))
 
 	images := map[string]int{"complete": 0, "pulling": 0, "broken": 0}
@@ -131,7 +139,7 @@ func (s state) Collect(ch chan<- prometheus.Metric) {
 	}
 	proofs := map[prover.Phase]int{prover.Served: 0, prover.Proving: 0, prover.Unproven: 0, prover.Proven: 0, prover.Failed: 0}
 	for _, img := range n.images.List() {
-		proofs[n.prover.State(n.store.Get(img.Rootfs)).Phase]++
+		proofs[n.prover.StateOf(img.Image).Phase]++
 	}
 	running := 0
 	for _, p := range n.pulls.List() {
@@ -139,7 +147,7 @@ func (s state) Collect(ch chan<- prometheus.Metric) {
 			running++
 		}
 	}
-	for _, c := range n.kept {
+	for _, c := range n.connections() {
 		w, ok := c.Kept()
 		gauge(descServer, toFloat(ok), c.Base())
 		gauge(descRate, w.Rate, c.Base())

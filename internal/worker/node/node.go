@@ -4,7 +4,7 @@
 //
 // # What is on the disk
 //
-//	<root>/lock            held by the one daemon of this root
+//	<root>/lock            held by the one daemon of this root; says which process that is
 //	<root>/images/         package images
 //	<root>/rootfs/         package store
 //	<root>/containers/     package containers
@@ -23,11 +23,10 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
-
-	"golang.org/x/sys/unix"
 
 	"hydrofoil.dev/foil/internal/kernel"
 	"hydrofoil.dev/foil/internal/worker/api"
@@ -38,11 +37,14 @@ import (
 	"hydrofoil.dev/foil/internal/worker/images"
 	"hydrofoil.dev/foil/internal/worker/keeper"
 	"hydrofoil.dev/foil/internal/worker/locks"
+	"hydrofoil.dev/foil/internal/worker/memory"
 	"hydrofoil.dev/foil/internal/worker/origin"
 	"hydrofoil.dev/foil/internal/worker/prover"
 	"hydrofoil.dev/foil/internal/worker/pull"
 	"hydrofoil.dev/foil/internal/worker/remote"
+	"hydrofoil.dev/foil/internal/worker/servers"
 	"hydrofoil.dev/foil/internal/worker/store"
+	"hydrofoil.dev/foil/internal/worker/yield"
 )
 
 // Options configure a Node. Root is required.
@@ -63,10 +65,16 @@ type Options struct {
 	// warmed up with.
 	Connect []string
 	WarmUp  int64
+	// KeepServers is to how many servers of others, those that pulls use most, a connection is kept, too;
+	// 0: none.
+	KeepServers int
 	// ProveWithin is how long an image may be here unproven before it starts no new container; 0: for ever.
 	ProveWithin time.Duration
-	// ProveFirst lists registries whose images are proven before a container starts on them; "*": all are.
-	ProveFirst []string
+	// ProveCalm is how long after an image is complete, or the daemon begun, its proof is begun.
+	ProveCalm time.Duration
+	// Policies say of which registries' images a container may start before they are proven. Of others it may if their
+	// servers were authenticated.
+	Policies origin.Policies
 	// NoStartup does without startup sets.
 	NoStartup bool
 	// Version is told to clients.
@@ -92,6 +100,9 @@ type Options struct {
 	// DiskLimit is how much images may take before those that nothing uses are
 	// evicted; none when zero. See StartEviction.
 	DiskLimit Limit
+	// StartupMemory is how much of what is available startup pages may take that are read before anybody asks for
+	// them; the zero value is no limit. See package memory.
+	StartupMemory Limit
 	// NoReports keeps the daemon from telling servers what containers read until
 	// they were ready; ReportSample is which share of starts it tells of, 0
 	// means 1.
@@ -126,8 +137,11 @@ type Node struct {
 
 	hosts      *hosts.Set
 	kept       []*remote.Client // of opts.Connect
+	servers    *servers.Set
 	images     *images.Set
 	store      *store.Store
+	memory     *memory.Budget
+	others     *yield.Watch
 	pulls      *pull.Puller
 	prover     *prover.Prover
 	containers *containers.Set
@@ -179,7 +193,7 @@ func New(opts Options) (_ *Node, err error) {
 	opts.Hosts.Logger = opts.Logger
 	n.hosts = hosts.New(opts.Hosts)
 	n.ctx, n.stop = context.WithCancelCause(context.Background())
-	if n.lock, err = lockRoot(filepath.Join(opts.Root, "lock")); err != nil {
+	if n.lock, err = lockRoot(filepath.Join(opts.Root, "lock"), n.log); err != nil {
 		return nil, err
 	}
 	defer func() {
@@ -187,19 +201,48 @@ func New(opts Options) (_ *Node, err error) {
 			_ = n.Close()
 		}
 	}()
+	named := make([]*remote.Client, len(opts.Connect))
+	for i, base := range opts.Connect {
+		if named[i], err = n.hosts.Server(n.ctx, base); err != nil {
+			return nil, fmt.Errorf("connect to %s: %w", base, err)
+		}
+	}
+	n.servers = n.openServers(named)
 	if err := n.open(); err != nil {
 		return nil, err
 	}
-	for _, base := range opts.Connect {
-		c, err := n.hosts.Server(n.ctx, base)
-		if err != nil {
-			return nil, fmt.Errorf("connect to %s: %w", base, err)
-		}
-		n.kept = append(n.kept, c)
-		n.work.Go(func() { c.Keep(n.ctx, opts.WarmUp) })
+	n.kept = named
+	for _, c := range named {
+		n.work.Go(func() { c.Keep(n.ctx, remote.Keeping{WarmUp: opts.WarmUp}) })
 	}
 	return n, nil
 }
+
+// openServers remembers servers, and connects to those that were used most and that are not among
+// the named.
+func (n *Node) openServers(named []*remote.Client) *servers.Set {
+	o := servers.Options{
+		Path: filepath.Join(n.opts.Root, "servers.json"), Most: n.opts.KeepServers, Logger: n.log,
+		Keeping: remote.Keeping{WarmUp: min(n.opts.WarmUp, usedWarmUp), Least: usedWarmLeast},
+		Client: func(ctx context.Context, s servers.Server) (*remote.Client, error) {
+			return n.hosts.Known(ctx, s.Registry, s.PlainHTTP, s.Base)
+		},
+	}
+	for _, c := range named {
+		o.Named = append(o.Named, c.Base())
+	}
+	return servers.Open(o)
+}
+
+// Bounds of what a server that nobody named may send so that TCP learns the path: bytes, and the
+// time between two times.
+const (
+	usedWarmUp    = 8 << 20
+	usedWarmLeast = time.Hour
+)
+
+// connections are all that are kept.
+func (n *Node) connections() []*remote.Client { return slices.Concat(n.kept, n.servers.Clients()) }
 
 // makeRoot makes the directories of a root, and returns its real path. Only root may
 // enter them: below are files of all images, with their set-user-ID bits in the
@@ -249,10 +292,14 @@ func (n *Node) open() (err error) {
 		KeepWarm: o.keepWarm, WakeAfter: o.wantedRetry, At: o.crash,
 		Waited: func(d time.Duration) { n.metrics.wait.Observe(d.Seconds()) },
 	})
+	n.memory = memory.New(memory.Options{Limit: o.StartupMemory.of, Look: memory.Host{}.Look, Logger: n.log})
+	n.others = yield.New(kernel.Proc("").Processors)
 	n.pulls = pull.New(pull.Options{
+		Memory: n.memory, Others: n.others,
 		Store: n.store, Images: n.images, Hosts: n.hosts, Logger: n.log, MakeRoom: n.makeRoom,
 		GiveUp: o.GiveUp, Workers: o.Workers, NoStartup: o.NoStartup, NoReports: o.NoReports, ReportSample: o.ReportSample,
 		Credentials: o.Credentials, Completed: n.completed, At: o.crash, ClaimWithin: o.claimWithin, FirstRetry: o.firstRetry, Stalled: o.stalled,
+		Used: n.servers.Used,
 	})
 	n.prover = n.newProver()
 	n.containers.Attach(containers.Options{
@@ -287,18 +334,6 @@ func (n *Node) open() (err error) {
 	return nil
 }
 
-func lockRoot(path string) (*os.File, error) {
-	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o600)
-	if err != nil {
-		return nil, err
-	}
-	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
-		_ = f.Close()
-		return nil, api.Errorf(api.CodeConflict, "another daemon uses %s (lock %s: %w): use its socket, or give this one another --root", filepath.Dir(path), path, err)
-	}
-	return f, nil
-}
-
 // gateError says of an error that there is no gate what that means.
 func gateError(err error) error {
 	if !kernel.Lacking(err) {
@@ -319,6 +354,21 @@ func (n *Node) enter() (leave func(), err error) {
 	return n.work.Done, nil
 }
 
+// during is enter for a request that may last: its context ends when the daemon stops.
+func (n *Node) during(ctx context.Context) (_ context.Context, leave func(), err error) {
+	left, err := n.enter()
+	if err != nil {
+		return nil, nil, err
+	}
+	ctx, cancel := context.WithCancelCause(ctx)
+	stop := context.AfterFunc(n.ctx, func() { cancel(pull.ErrStopping) })
+	return ctx, func() {
+		stop()
+		cancel(nil)
+		left()
+	}, nil
+}
+
 // Close ends the daemon's work and waits for it. Mounts stay, and so do the
 // gate and the arenas' descriptors, in the keeper: reads of what is absent wait
 // for the next daemon. When nothing is incomplete the keeper is told to end.
@@ -336,6 +386,9 @@ func (n *Node) Close() error {
 		n.prover.Stop()
 	}
 	n.work.Wait()
+	if n.servers != nil {
+		n.servers.Close()
+	}
 	if n.containers != nil {
 		n.containers.Wait()
 	}
@@ -357,11 +410,17 @@ func (n *Node) Close() error {
 	return errors.Join(errs...)
 }
 
+// mostWarnings bounds what is remembered of them: a server can give rise to any number.
+const mostWarnings = 100
+
 // Warn records what an operator should know; `foil status` shows it.
 func (n *Node) Warn(format string, args ...any) {
 	msg := fmt.Sprintf(format, args...)
 	n.log.Warn(msg)
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	n.warnings = append(n.warnings, msg)
+	n.warnings = append(slices.DeleteFunc(n.warnings, func(o string) bool { return o == msg }), msg)
+	if over := len(n.warnings) - mostWarnings; over > 0 {
+		n.warnings = slices.Delete(n.warnings, 0, over)
+	}
 }

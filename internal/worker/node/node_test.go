@@ -202,7 +202,7 @@ func TestAnArenaIsClosedAfterItsReaders(t *testing.T) {
 	s.SetLimit(2)
 	h := newHost(t)
 	h.mustPull(ref, api.Mounted)
-	r, release, err := h.n.lookup(ref)
+	_, r, release, err := h.n.lookup(ref)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -1,21 +1,22 @@
 package node
 
 import (
+	"cmp"
 	"context"
 	"errors"
+	"fmt"
 	"io"
-	"slices"
 	"sync"
 	"time"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/containers"
 	"hydrofoil.dev/foil/internal/worker/credentials"
 	"hydrofoil.dev/foil/internal/worker/images"
 	"hydrofoil.dev/foil/internal/worker/origin"
 	"hydrofoil.dev/foil/internal/worker/proof"
 	"hydrofoil.dev/foil/internal/worker/prover"
-	"hydrofoil.dev/foil/internal/worker/pull"
 	"hydrofoil.dev/foil/internal/worker/rootfs"
 	"hydrofoil.dev/foil/internal/worker/store"
 )
@@ -26,8 +27,10 @@ func (n *Node) newProver() *prover.Prover {
 		Server: func(img *images.Image, shown credentials.Credential, layers prover.Layers) proof.Server {
 			return &layerServer{n, img, shown, layers}
 		},
-		Busy:  n.busy,
-		Count: func(result string) { n.metrics.proofs.WithLabelValues(result).Inc() },
+		Busy:   n.busy,
+		Others: n.others.Wanted,
+		Calm:   n.opts.ProveCalm,
+		Count:  func(result string) { n.metrics.proofs.WithLabelValues(result).Inc() },
 	})
 }
 
@@ -48,23 +51,100 @@ func (n *Node) completed(ref string, shown credentials.Credential) {
 	}
 }
 
-// mayStart returns an error if no new container may start on a rootfs. Where images are to be proven first it waits
-// for that.
-func (n *Node) mayStart(ctx context.Context, r *store.Rootfs, image string) error {
+// policy says what has to be known of a rootfs before a container of an image may start on it, and why.
+func (n *Node) policy(r *store.Rootfs, image string) (policy origin.Policy, why string) {
 	registry := origin.Of(image)
-	first := slices.Contains(n.opts.ProveFirst, registry) || slices.Contains(n.opts.ProveFirst, "*")
-	if first && r.Proof() != rootfs.Proven {
-		if p := n.pulls.Get(image); p != nil {
-			if err := p.Wait(ctx); err != nil {
-				return err
-			}
+	policy = n.opts.Policies.Of(registry)
+	if policy != "" {
+		return policy, "--policy says so of " + registry
+	}
+	if weak := r.Record().Weak; weak != "" {
+		return origin.Proven, weak
+	}
+	return origin.Served, "its server was authenticated"
+}
+
+// mustProve reports whether a rootfs is still to be proven before a container of an image may start on it, and why.
+func (n *Node) mustProve(r *store.Rootfs, image string) (must bool, why string) {
+	if r.Proof() == rootfs.Proven {
+		return false, ""
+	}
+	policy, why := n.policy(r, image)
+	return policy == origin.Proven, why
+}
+
+// mayStart returns an error if no new container may start on a rootfs. Where an image is to be proven first it waits
+// for that.
+func (n *Node) mayStart(ctx context.Context, r *store.Rootfs, image string, w containers.Waiting) error {
+	if img := n.images.Get(image); img != nil && r.Lying(img.Digest) != "" {
+		return notLayers(image, r.Lying(img.Digest))
+	}
+	must, why := n.mustProve(r, image)
+	if !must {
+		return store.MayStart(r, image, n.prover.State(r).Why, n.opts.ProveWithin)
+	}
+	n.log.Info("a container waits until its image is proven", "ref", image, "proof", n.prover.State(r), "reason", why)
+	err := n.awaitFirst(ctx, r, image, w)
+	if img := n.images.Get(image); err == nil && img != nil && r.Lying(img.Digest) != "" {
+		return notLayers(image, r.Lying(img.Digest)) // that was found out meanwhile
+	}
+	if errors.Is(err, context.Canceled) {
+		err = errGone
+	}
+	if err != nil {
+		err = api.Errorf(api.AsError(err).Code, "image %s starts when it is proven (%s), and is %s: %w", image, why, n.standing(r, image), err)
+		n.log.Warn("no container starts on an image that is not proven", "ref", image, "error", err)
+	}
+	return err
+}
+
+var errGone = &api.Error{Code: api.CodeUnavailable, Message: "whoever asked for the container gave up; the proof goes on"}
+
+// awaitFirst waits until an image is complete, and proven.
+func (n *Node) awaitFirst(ctx context.Context, r *store.Rootfs, image string, w containers.Waiting) error {
+	if p := n.pulls.Get(image); p != nil {
+		if err := p.WaitWith(ctx, w.Interval, w.Emit); err != nil {
+			return cmp.Or(context.Cause(ctx), err)
 		}
-		if err := n.prover.Await(ctx, r.Key(), nil); err != nil {
-			return api.Errorf(api.AsError(err).Code, "images of %s start when they are proven (--prove-first), and this one is %s: %w", registry, n.prover.State(r), err)
-		}
+	}
+	return n.prover.Await(ctx, r.Key(), n.tellProof(r, image, w))
+}
+
+// tellProof tells who waits of a proof's states, as events: of each layer, and at intervals. That it has come to nothing
+// is an error, and no event.
+func (n *Node) tellProof(r *store.Rootfs, image string, w containers.Waiting) func(prover.State) error {
+	if w.Emit == nil {
 		return nil
 	}
-	return store.MayStart(r, image, n.prover.State(r).Why, n.opts.ProveWithin)
+	layer, last := -1, time.Time{}
+	return func(s prover.State) error {
+		soon := s.Layer == layer && (w.Interval == 0 || time.Since(last) < w.Interval)
+		if s.Phase == prover.Failed || s.Phase == prover.Unproven || s.Phase != prover.Proven && soon {
+			return nil
+		}
+		layer, last = s.Layer, time.Now()
+		ev := api.Event{Ref: image, Time: time.Now()}
+		if p := n.pulls.Get(image); p != nil {
+			ev = p.Snapshot()
+		}
+		ev.Event, ev.Proof = api.Proving, s.Progress(r.ContentBytes())
+		if s.Phase == prover.Proven {
+			ev.Event = api.Proven
+		}
+		return w.Emit(ev)
+	}
+}
+
+// standing says how far a rootfs is on its way to being proven, for people.
+func (n *Node) standing(r *store.Rootfs, image string) string {
+	if p := n.pulls.Get(image); p != nil && !r.Complete() {
+		return fmt.Sprintf("%d of %d bytes here", r.Here(), r.ContentBytes())
+	}
+	return n.prover.State(r).String()
+}
+
+func notLayers(image, why string) error {
+	return api.Errorf(api.CodeCorrupt, "image %s is not what its layers make: %s", image, why)
 }
 
 // Proof says how the proof of a rootfs stands.
@@ -72,6 +152,8 @@ func (n *Node) Proof(key origin.Key) string { return n.prover.State(n.store.Get(
 
 // firstWithin is how long containerd waits for a proof before it is told to ask again.
 const firstWithin = time.Minute
+
+var errFirst = &api.Error{Code: api.CodeUnavailable, Message: "that takes longer than a minute, and goes on: ask again; foil status shows how far it is"}
 
 // MayStart returns an error if no new container may start on a rootfs: it cannot be served, or was not proven in time.
 // It may wait for a proof for a while.
@@ -81,7 +163,7 @@ func (n *Node) MayStart(ctx context.Context, key origin.Key) error {
 		return err
 	}
 	defer leave()
-	ctx, cancel := context.WithTimeoutCause(ctx, firstWithin, errors.New("the proof takes longer than a minute: ask again"))
+	ctx, cancel := context.WithTimeoutCause(ctx, firstWithin, errFirst)
 	defer cancel()
 	r := n.store.Get(key)
 	if r == nil {
@@ -90,45 +172,50 @@ func (n *Node) MayStart(ctx context.Context, key origin.Key) error {
 	if err := r.Broken(); err != nil {
 		return api.Errorf(api.CodeCorrupt, "image %s cannot be served: %w", n.Image(key), err)
 	}
-	return n.mayStart(ctx, r, n.Image(key))
+	name := n.Image(key)
+	for _, img := range n.images.Of(key) {
+		if r.Lying(img.Digest) == "" {
+			name = img.Ref
+			break
+		}
+	}
+	return n.mayStart(ctx, r, name, containers.Waiting{})
 }
 
 // AwaitProof has a rootfs proven now, and waits for it.
 func (n *Node) AwaitProof(ctx context.Context, key origin.Key) error {
-	leave, err := n.enter()
+	ctx, leave, err := n.during(ctx)
 	if err != nil {
 		return err
 	}
 	defer leave()
-	ctx, cancel := context.WithCancelCause(ctx)
-	defer cancel(nil)
-	defer context.AfterFunc(n.ctx, func() { cancel(pull.ErrStopping) })()
 	return n.prover.Await(ctx, key, nil)
 }
 
 // Prove has the rootfs of an image proven now, and waits for it: see prover.Prover.Await.
 func (n *Node) Prove(ctx context.Context, name string, emit func(api.VerifyEvent) error) error {
-	leave, err := n.enter()
+	ctx, leave, err := n.during(ctx)
 	if err != nil {
 		return err
 	}
 	defer leave()
-	ctx, cancel := context.WithCancelCause(ctx)
-	defer cancel(nil)
-	defer context.AfterFunc(n.ctx, func() { cancel(pull.ErrStopping) })()
-	r, release, err := n.lookup(name)
+	img, r, release, err := n.lookup(name)
 	if err != nil {
 		return err
 	}
 	release() // what fails is put aside
 	total := r.ContentBytes()
 	event := func(s prover.State) api.VerifyEvent {
-		return api.VerifyEvent{Proof: s.String(), Checked: total * int64(s.Percent) / 100, Total: total}
+		return api.VerifyEvent{Proof: s.String(), Layer: s.Layer, Layers: s.Layers, Checked: total * int64(s.Percent) / 100, Total: total}
 	}
-	if err := n.prover.Await(ctx, r.Key(), func(s prover.State) error { return emit(event(s)) }); err != nil {
+	err = n.prover.Await(ctx, r.Key(), func(s prover.State) error { return emit(event(s)) })
+	if why := r.Lying(img.Digest); why != "" {
+		return notLayers(img.Ref, why) // whatever other images of the rootfs are
+	}
+	if err != nil {
 		return err
 	}
-	ev := event(n.prover.State(r))
+	ev := event(n.prover.StateOf(img))
 	ev.Checked, ev.Done = total, true
 	return emit(ev)
 }
@@ -136,7 +223,7 @@ func (n *Node) Prove(ctx context.Context, name string, emit func(api.VerifyEvent
 // proofs lists the images whose proof is on the way, came to nothing, or failed.
 func (n *Node) proofs() (list []api.ProofStatus) {
 	for _, img := range n.images.List() {
-		switch s := n.prover.State(n.store.Get(img.Rootfs)); s.Phase {
+		switch s := n.prover.StateOf(img.Image); s.Phase {
 		case prover.Proving, prover.Unproven, prover.Failed:
 			list = append(list, api.ProofStatus{Ref: img.Ref, Proof: s.String()})
 		}

@@ -12,7 +12,9 @@ import (
 
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/containers"
 	"hydrofoil.dev/foil/internal/worker/images"
+	"hydrofoil.dev/foil/internal/worker/origin"
 	"hydrofoil.dev/foil/internal/worker/pull"
 	"hydrofoil.dev/foil/internal/worker/remote"
 	"hydrofoil.dev/foil/internal/worker/runner"
@@ -35,7 +37,25 @@ func (n *Node) Pull(ctx context.Context, req api.PullRequest, emit func(api.Even
 	if err != nil {
 		return err
 	}
-	return p.Follow(ctx, req, emit)
+	var first *store.Rootfs // that is to be proven before a container starts
+	why := ""
+	err = p.Follow(ctx, req, func(ev api.Event) error {
+		if r := p.Rootfs(); ev.Event == api.Complete && r != nil {
+			var policy origin.Policy
+			if policy, why = n.policy(r, p.Ref()); policy == origin.Proven {
+				first, ev.Proof = r, n.prover.State(r).Progress(r.ContentBytes())
+			}
+		}
+		return emit(ev)
+	})
+	if err != nil || first == nil {
+		return err
+	}
+	w := containers.Waiting{Interval: req.Interval, Emit: emit}
+	if err := n.prover.Await(ctx, first.Key(), n.tellProof(first, p.Ref(), w)); err != nil {
+		return api.Errorf(api.AsError(err).Code, "image %s is here, and starts when it is proven (%s): %w", p.Ref(), why, err)
+	}
+	return nil
 }
 
 // Header asks the server of an image what its reference names, and begins the pull:
@@ -84,7 +104,9 @@ func (n *Node) Images(context.Context) ([]api.Image, error) {
 			Created: img.Created,
 		}
 		if r != nil {
-			v.Proof = n.prover.State(r).String()
+			v.Proof = n.prover.StateOf(img.Image).String()
+			policy, why := n.policy(r, img.Ref)
+			v.Policy, v.PolicyWhy = string(policy), why
 			v.Files, v.ContentTotal, v.ContentHere = r.Inodes(), r.ContentBytes(), r.Here()
 			if err := r.Broken(); err != nil {
 				v.Why = err.Error()
@@ -120,7 +142,7 @@ func (n *Node) Status(context.Context) (*api.Status, error) {
 	n.mu.Lock()
 	s.Warnings = slices.Clone(n.warnings)
 	n.mu.Unlock()
-	for _, c := range n.kept {
+	for _, c := range n.connections() {
 		w, ok := c.Kept()
 		s.Servers = append(s.Servers, api.ServerStatus{URL: c.Base(), Warm: ok, WarmUp: w.Bytes, Rate: w.Rate})
 	}
@@ -186,42 +208,39 @@ func (n *Node) Trace(ctx context.Context, id string, req api.TraceRequest) (*api
 // Verify compares every local byte of an image with its digest: see
 // store.Store.Verify.
 func (n *Node) Verify(ctx context.Context, name string, emit func(api.VerifyEvent) error) error {
-	leave, err := n.enter()
+	ctx, leave, err := n.during(ctx)
 	if err != nil {
 		return err
 	}
 	defer leave()
-	ctx, cancel := context.WithCancelCause(ctx)
-	defer cancel(nil)
-	defer context.AfterFunc(n.ctx, func() { cancel(pull.ErrStopping) })()
-	r, release, err := n.lookup(name)
+	img, r, release, err := n.lookup(name)
 	if err != nil {
 		return err
 	}
 	defer release()
 	return n.store.Verify(ctx, r, func(ev api.VerifyEvent) error {
 		if ev.Done {
-			ev.Proof = n.prover.State(r).String()
+			ev.Proof = n.prover.StateOf(img).String()
 		}
 		return emit(ev)
 	})
 }
 
-// lookup returns an image's rootfs, kept from being removed until release.
-func (n *Node) lookup(name string) (r *store.Rootfs, release func(), err error) {
+// lookup returns an image and its rootfs, kept from being removed until release.
+func (n *Node) lookup(name string) (img *images.Image, r *store.Rootfs, release func(), err error) {
 	name, err = api.NormalRef(name)
 	if err != nil {
-		return nil, nil, err
+		return nil, nil, nil, err
 	}
-	img := n.images.Get(name)
+	img = n.images.Get(name)
 	if img == nil {
-		return nil, nil, api.Errorf(api.CodeNotFound, "no image %s here: `foil images` lists them", name)
+		return nil, nil, nil, api.Errorf(api.CodeNotFound, "no image %s here: `foil images` lists them", name)
 	}
 	r, done := n.store.Use(img.Rootfs)
 	if r == nil {
-		return nil, nil, api.Errorf(api.CodeCorrupt, "image %s: its rootfs is gone: pull it again", name)
+		return nil, nil, nil, api.Errorf(api.CodeCorrupt, "image %s: its rootfs is gone: pull it again", name)
 	}
-	return r, func() {
+	return img, r, func() {
 		done()
 		n.store.Collect()
 	}, nil
@@ -367,7 +386,7 @@ func (n *Node) TOC(ctx context.Context, req api.AboutImage) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	r, release, err := n.lookup(p.Ref)
+	_, r, release, err := n.lookup(p.Ref)
 	if err == nil {
 		defer release()
 		if req.TOC == "" || r.TOC().String() == req.TOC {

@@ -1,5 +1,5 @@
-// Package origin says which registries are walls to each other, and names rootfs so that two origins never
-// mean one.
+// Package origin says which registries are walls to each other, names rootfs so that two origins never
+// mean one, and says what has to be known of an origin's images before they start.
 //
 // An origin is the registry that an image's name has. A mirror, an accelerator, an entry of hosts.toml is the
 // registry that it stands for. What came for an image of one origin is never used for another one's, unless an

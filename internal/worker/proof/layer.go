@@ -52,10 +52,10 @@ func (p *prover) layer(ctx context.Context, i int) error {
 		return context.Cause(ctx)
 	}
 	if wrong, ok := errors.AsType[*layer.DigestError](err); ok && wrong.What == "diff ID" {
-		return failed("layer %d has another diff ID: its blob makes %s, its config says %s", i+1, wrong.Got, wrong.Want)
+		return &Failed{fmt.Sprintf("layer %d has another diff ID: its blob makes %s, its config says %s", i+1, wrong.Got, wrong.Want), true}
 	}
 	if refused, ok := errors.AsType[*layer.RefusedError](err); ok {
-		return failed("layer %d cannot be unpacked: %s", i+1, refused.Detail())
+		return &Failed{fmt.Sprintf("layer %d cannot be unpacked: %s", i+1, refused.Detail()), true}
 	}
 	return fmt.Errorf("layer %d: by its recipe: %w; by its blob: %w", i+1, recipeErr, err)
 }

@@ -69,16 +69,27 @@ type Options struct {
 	Known func(diffID digest.Digest) string
 	// Pace is called for all bytes that are read, before they are used, and may wait.
 	Pace func(ctx context.Context, bytes int) error
-	// Step tells how far the proof is: done of all bytes, about.
-	Step func(done, all int64)
+	// Step is told how far the proof is.
+	Step func(Step)
+}
+
+// Step is how far a proof is.
+type Step struct {
+	Done, All     int64 // bytes of contents, hashed where they are
+	Layer, Layers int   // the layer that is being hashed, the lowest is 1; 0: all are
 }
 
 // Failed says that a rootfs is not what its image's layers make.
-type Failed struct{ Why string }
+type Failed struct {
+	Why string
+	// Documents says that it is the image's manifest and config that do not fit each other: another image of the same
+	// rootfs may be right.
+	Documents bool
+}
 
 func (f *Failed) Error() string { return f.Why }
 
-func failed(format string, args ...any) error { return &Failed{fmt.Sprintf(format, args...)} }
+func failed(format string, args ...any) error { return &Failed{Why: fmt.Sprintf(format, args...)} }
 
 // ErrNoDiffIDs is returned, wrapped, for an image whose config does not name its layers' diff IDs: nobody can prove it.
 var ErrNoDiffIDs = errors.New("its config names no diff IDs that could be compared")
@@ -99,10 +110,14 @@ func Run(ctx context.Context, o Options) error {
 		p.all += o.TOC.Contents[i].Size
 	}
 	for i := range o.DiffIDs {
+		p.at = i + 1
+		p.step()
 		if err := p.layer(ctx, i); err != nil {
 			return err
 		}
 	}
+	p.at = 0
+	p.step()
 	if err := p.tree(ctx); err != nil {
 		return err
 	}
@@ -136,6 +151,7 @@ type prover struct {
 	verified []bool // contents of the TOC that were hashed where they are
 	done     int64  // bytes of these
 	all      int64
+	at       int // Step.Layer
 	hashing  struct {
 		content int
 		off     int64 // up to here
@@ -169,11 +185,15 @@ func (p *prover) read(ctx context.Context, content int, b []byte, off int64) err
 	if h.off == c.Size && segment.ID(h.sum.Sum(nil)) == c.ID {
 		p.verified[content] = true
 		p.done += c.Size
-		if p.Step != nil {
-			p.Step(p.done, p.all)
-		}
+		p.step()
 	}
 	return nil
+}
+
+func (p *prover) step() {
+	if p.Step != nil {
+		p.Step(Step{Done: p.done, All: p.all, Layer: p.at, Layers: len(p.DiffIDs)})
+	}
 }
 
 func (p *prover) pace(ctx context.Context, n int) error {

@@ -7,6 +7,13 @@ import (
 	"hydrofoil.dev/foil/internal/worker/store"
 )
 
+// lookEvery is how often a pull looks whether the one that fills its rootfs brings anything; stalled is how long that may
+// bring nothing, and another one whose contents are waited for.
+const (
+	lookEvery = 100 * time.Millisecond
+	stalled   = 5 * time.Second
+)
+
 // awaitOther waits until no other pull fills r. One that brings nothing for a while gives r to p: nobody makes
 // another image wait by claiming its rootfs first.
 func (p *Pull) awaitOther(r *store.Rootfs) error {
@@ -35,7 +42,7 @@ func (p *Pull) awaitOther(r *store.Rootfs) error {
 			return context.Cause(p.ctx)
 		case <-tick.C:
 		}
-		if a := r.Arena(); a == nil || a.Written() != written || other.held() {
+		if a := r.Arena(); a == nil || a.Written() != written || other.Held() {
 			if since = time.Now(); a != nil {
 				written = a.Written()
 			}

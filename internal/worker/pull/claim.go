@@ -218,7 +218,7 @@ func (s *Puller) claim(name string, how How) *Pull {
 		return nil
 	}
 	delete(s.offered, name)
-	if p.ctx.Err() != nil || p.hasFailed() {
+	if p.ctx.Err() != nil || p.HasFailed() {
 		return nil // it is about to end
 	}
 	s.pulls[name] = p

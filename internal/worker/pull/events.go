@@ -57,15 +57,20 @@ func (p *Pull) Ended() bool {
 	return p.events.phase == over
 }
 
-// hasFailed reports whether it has failed, or is about to say so.
-func (p *Pull) hasFailed() bool {
+// HasFailed reports whether it has failed, or is about to say so.
+func (p *Pull) HasFailed() bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.events.phase == failing || p.events.err != nil
 }
 
 // Wait returns when the pull has ended, well or not.
-func (p *Pull) Wait(ctx context.Context) error {
+func (p *Pull) Wait(ctx context.Context) error { return p.WaitWith(ctx, 0, nil) }
+
+// WaitWith is Wait, and emits progress at intervals, unless interval is 0.
+func (p *Pull) WaitWith(ctx context.Context, interval time.Duration, emit func(api.Event) error) error {
+	tick, stop := ticks(interval)
+	defer stop()
 	for {
 		p.mu.Lock()
 		ended, changed := p.events.phase == over, p.events.changed
@@ -75,10 +80,23 @@ func (p *Pull) Wait(ctx context.Context) error {
 		}
 		select {
 		case <-changed:
+		case <-tick:
+			if err := emit(p.Snapshot()); err != nil {
+				return err
+			}
 		case <-ctx.Done():
 			return ctx.Err()
 		}
 	}
+}
+
+// ticks returns a channel that something comes from at intervals; nil when the interval is 0.
+func ticks(interval time.Duration) (tick <-chan time.Time, stop func()) {
+	if interval <= 0 {
+		return nil, func() {}
+	}
+	t := time.NewTicker(max(interval, 20*time.Millisecond))
+	return t.C, t.Stop
 }
 
 // happened records one of a pull's milestones and wakes who follows it.
@@ -149,12 +167,8 @@ func (p *Pull) Follow(ctx context.Context, req api.PullRequest, emit func(api.Ev
 	if until == "" {
 		until = api.Complete
 	}
-	var tick <-chan time.Time
-	if req.Interval > 0 {
-		t := time.NewTicker(max(req.Interval, 20*time.Millisecond))
-		defer t.Stop()
-		tick = t.C
-	}
+	tick, stop := ticks(req.Interval)
+	defer stop()
 	sent := 0
 	for {
 		p.mu.Lock()

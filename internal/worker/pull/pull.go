@@ -18,6 +18,8 @@ import (
 	"hydrofoil.dev/foil/internal/worker/images"
 	"hydrofoil.dev/foil/internal/worker/locks"
 	"hydrofoil.dev/foil/internal/worker/records"
+	"hydrofoil.dev/foil/internal/worker/servers"
+	"hydrofoil.dev/foil/internal/worker/share"
 	"hydrofoil.dev/foil/internal/worker/start"
 	"hydrofoil.dev/foil/internal/worker/store"
 )
@@ -41,10 +43,10 @@ type Pull struct {
 	stop    context.CancelCauseFunc
 	work    sync.WaitGroup // the mount, and the record of the image
 	start   *start.Start
-	waits   fetch.Waits  // reads that waited
-	leases  store.Leases // of what it uses
-	number  uint64       // of the Puller's pulls, in the order in which they began
-	shares  shares       // what other pulls bring of its image
+	waits   fetch.Waits     // reads that waited
+	leases  store.Leases    // of what it uses
+	number  uint64          // of the Puller's pulls, in the order in which they began
+	shares  *share.Contents // what other pulls bring of its image
 
 	asked     chan struct{} // closed when the server is being asked for the first time, or nobody will be
 	askedOnce sync.Once
@@ -55,6 +57,7 @@ type Pull struct {
 	mu       locks.Mutex[locks.Pull]
 	stream   *fetch.Pull                    // nil before the first and after the end
 	server   string                         // that stream is of
+	weak     string                         // server, and why nothing shows that it is this one; empty: it was authenticated
 	source   store.Source                   // stream, and what other pulls bring
 	progress fetch.Progress                 // of the last stream, once the pull has ended
 	image    *images.Image                  // what the header says; nil before
@@ -75,7 +78,6 @@ func (s *Puller) newPull(r Ref, req api.PullRequest) *Pull {
 	p := &Pull{s: s, ref: r, req: req, begun: time.Now(), asked: make(chan struct{}), placed: make(chan struct{}), number: s.begun.Add(1)}
 	p.events.changed = make(chan struct{})
 	p.ctx, p.stop = context.WithCancelCause(s.ctx)
-	p.shares.init(p)
 	p.start = start.New(p.ctx, start.Options{
 		Store:    s.store,
 		Logger:   s.log,
@@ -86,6 +88,15 @@ func (s *Puller) newPull(r Ref, req api.PullRequest) *Pull {
 		Go:       s.goes,
 		Report:   p.report,
 		Counted:  s.metrics.counted,
+		Memory:   s.opts.Memory,
+	})
+	p.shares = share.New(p.ctx, share.Options{
+		Own:     p,
+		Earlier: func() []share.Pull { return s.earlier(p) },
+		Store:   s.store,
+		Stalled: s.opts.Stalled,
+		Copied:  s.metrics.copied,
+		Logger:  s.log,
 	})
 	return p
 }
@@ -107,6 +118,32 @@ func (p *Pull) HadAll() bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.hadAll
+}
+
+// Placed is closed when Rootfs is known, or never will be.
+func (p *Pull) Placed() <-chan struct{} { return p.placed }
+
+// Hold is for how long from Begun on a service that starts on its image has the line; 0: none is about to.
+func (p *Pull) Hold() time.Duration { return p.start.Hold() }
+
+// Server returns who is asked.
+func (p *Pull) Server() string {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.server
+}
+
+// Stream returns what comes from there, or nil.
+func (p *Pull) Stream() *fetch.Pull {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.stream
+}
+
+// Held reports whether its stream brings nothing because a service starts.
+func (p *Pull) Held() bool {
+	f := p.Stream()
+	return f != nil && f.Held()
 }
 
 // Rootfs returns the rootfs that it brings, once that is known, or nil.
@@ -172,7 +209,7 @@ func (p *Pull) bring() error {
 		if a == nil || a.Complete() {
 			return p.finish(r)
 		}
-		switch dropped := p.shares.await(a); {
+		switch dropped := p.shares.Await(a); {
 		case a.Complete():
 			return p.finish(r)
 		case ctx.Err() != nil:
@@ -209,9 +246,12 @@ func (p *Pull) streamFrom(host hosts.Host, more bool, reference string, have []b
 	}
 	server := host.Client.Base()
 	p.mu.Lock()
-	p.server = server
+	p.server, p.weak = server, ""
+	if host.Weak != "" {
+		p.weak = server + ": " + host.Weak
+	}
 	p.mu.Unlock()
-	elsewhere := p.shares.begin()
+	elsewhere := p.shares.Begin()
 	f := fetch.Start(p.ctx, fetch.Options{
 		Client: host.Client,
 		Name:   p.ref.Name,
@@ -233,6 +273,8 @@ func (p *Pull) streamFrom(host hosts.Host, more bool, reference string, have []b
 		Elsewhere:      elsewhere,
 		Workers:        p.s.opts.Workers,
 		Waits:          &p.waits,
+		Tight:          p.s.opts.Memory.Tight,
+		Yields:         func() bool { return p.s.opts.Others.Wanted() && !p.start.Awaited() },
 		GiveUp:         p.s.opts.GiveUp,
 		GiveUpUnopened: atOnce,
 		Logger:         p.s.log,
@@ -241,7 +283,7 @@ func (p *Pull) streamFrom(host hosts.Host, more bool, reference string, have []b
 	p.mu.Lock()
 	p.stream = f
 	if p.source = f; elsewhere != nil {
-		p.source = &sharing{f, &p.shares}
+		p.source = p.shares.Source(f)
 	}
 	for _, s := range p.joined {
 		f.Join(s.entrypoint, s.args)
@@ -253,6 +295,9 @@ func (p *Pull) streamFrom(host hosts.Host, more bool, reference string, have []b
 	p.s.metrics.end(f)
 	p.work.Wait()
 	p.start.AwaitReads()
+	if used := p.s.opts.Used; used != nil && err == nil {
+		used(servers.Server{Registry: p.ref.Host, PlainHTTP: p.req.PlainHTTP, Base: server})
+	}
 	return err
 }
 
@@ -310,7 +355,11 @@ func (p *Pull) openFound(ctx context.Context, r *store.Rootfs, img *bundle.Image
 	}
 	p.mu.Lock()
 	p.yielded = false
+	weak := p.weak
 	p.mu.Unlock()
+	if err := p.s.store.FillWeakly(r, weak); err != nil {
+		return nil, err
+	}
 	a := r.Arena()
 	if a != nil {
 		p.work.Go(func() { p.copyShared(r) })
@@ -328,8 +377,11 @@ func (p *Pull) resolved(img *bundle.Image) {
 
 // openRootfs finds the rootfs of an image, or lays it out: then made is not nil.
 func (p *Pull) openRootfs(img *bundle.Image, t *toc.TOC) (r *store.Rootfs, made store.Placement, err error) {
+	p.mu.Lock()
+	weak := p.weak
+	p.mu.Unlock()
 	r, made, err = p.s.store.Open(store.Wanted{
-		Registry: p.ref.Host, Named: p.named(), Image: img, TOC: t, By: p, Leases: &p.leases,
+		Registry: p.ref.Host, Named: p.named(), Image: img, TOC: t, Weak: weak, By: p, Leases: &p.leases,
 		Observe: func(r *store.Rootfs) store.Observer { return p.start.Learn(p.s.ctx, r) },
 	})
 	if r != nil {
@@ -429,6 +481,7 @@ func (p *Pull) finish(r *store.Rootfs) error {
 // end is called once, with how the last attempt ended.
 func (p *Pull) end(err error) {
 	s := p.s
+	defer s.keepEnded(p)
 	if err != nil {
 		p.events.failing(p)
 		s.opts.At("failing")
@@ -442,7 +495,7 @@ func (p *Pull) end(err error) {
 	}
 	p.stop(nil)
 	p.nowPlaced()
-	p.shares.end()
+	p.shares.End()
 	p.start.End()
 	p.mu.Lock()
 	// What a stream knows of a large image is large.

@@ -1,11 +1,12 @@
 // Package pull brings images: it asks the server, has the rootfs laid out and
 // mounted, fills it, and goes on until it is complete. pull.go tells one pull from
 // top to bottom; retry.go says what becomes of one that fails; claim.go is about
-// pulls that are begun for an image's header; share.go has what several pulls want come
-// once; events.go tells who waits.
+// pulls that are begun for an image's header; events.go tells who waits. Package share has
+// what several pulls want come once.
 package pull
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"log/slog"
@@ -23,7 +24,11 @@ import (
 	"hydrofoil.dev/foil/internal/worker/hosts"
 	"hydrofoil.dev/foil/internal/worker/images"
 	"hydrofoil.dev/foil/internal/worker/locks"
+	"hydrofoil.dev/foil/internal/worker/memory"
+	"hydrofoil.dev/foil/internal/worker/servers"
+	"hydrofoil.dev/foil/internal/worker/share"
 	"hydrofoil.dev/foil/internal/worker/store"
+	"hydrofoil.dev/foil/internal/worker/yield"
 )
 
 // Options configure a Puller. Store, Images, Hosts, MakeRoom and Logger are
@@ -50,8 +55,14 @@ type Options struct {
 	// Credentials, when set, has what somebody shows to the registry of an image, by
 	// its name, HOST/REPOSITORY; none: what Hosts has.
 	Credentials func(repository string) credentials.Credential
+	// Memory bounds what pulls read into page caches; nil: nothing does.
+	Memory *memory.Budget
+	// Others says when others want the processors; nil: never.
+	Others *yield.Watch
 	// Completed, when set, is told of each image that a pull has made complete, and what was shown to its registry.
 	Completed func(ref string, shown credentials.Credential)
+	// Used, when set, is told of each server that sent all that it was asked for.
+	Used func(servers.Server)
 	// At is called at named points; a test dies there.
 	At func(point string)
 
@@ -78,6 +89,7 @@ type Puller struct {
 	blocked  map[string]bool  // references of which no pull may begin
 	retries  map[string]*retry
 	finished []*fetch.Waits // of pulls that have ended, the last keptWaits
+	ended    []*Pull        // of references that named no image then; the last keptPulls
 }
 
 // Causes for which a pull is stopped. Reads that wait for it go on waiting.
@@ -211,7 +223,7 @@ func (s *Puller) find(r Ref, req api.PullRequest, how How) (p *Pull, begun bool,
 		return nil, false, nil, api.Errorf(api.CodeConflict, "image %s is just being removed: try again in a moment", r)
 	}
 	p = s.pulls[r.Name]
-	if p != nil && p.hasFailed() && !p.Ended() {
+	if p != nil && p.HasFailed() && !p.Ended() {
 		s.mu.Unlock()
 		return nil, false, p, nil
 	}
@@ -238,6 +250,18 @@ func (s *Puller) Get(name string) *Pull {
 func (s *Puller) Running(name string) bool {
 	p := s.Get(name)
 	return p != nil && !p.Ended()
+}
+
+// earlier returns the pulls of the same registry that run, and began before p, the first one first.
+func (s *Puller) earlier(p *Pull) (list []share.Pull) {
+	all := s.List()
+	slices.SortFunc(all, func(a, b *Pull) int { return cmp.Compare(a.number, b.number) })
+	for _, o := range all {
+		if o.number < p.number && o.ref.Host == p.ref.Host && !o.Ended() {
+			list = append(list, o)
+		}
+	}
+	return list
 }
 
 // List returns the pulls that run, and the last ones of other references.
@@ -294,6 +318,25 @@ func (s *Puller) Forget(name string) {
 func (s *Puller) samples() bool {
 	o := s.opts
 	return !o.NoReports && (o.ReportSample <= 0 || rand.Float64() < o.ReportSample)
+}
+
+// keptPulls is how many pulls that have ended are remembered of references that name no image here: anybody who may name
+// images can have very many fail.
+const keptPulls = 256
+
+// keepEnded remembers a pull that has ended, and forgets the one of an older reference that names no image.
+func (s *Puller) keepEnded(p *Pull) {
+	here := make(map[string]bool) // these are bounded by the disk
+	for _, img := range s.images.List() {
+		here[img.Ref] = true
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.ended = slices.DeleteFunc(append(s.ended, p), func(o *Pull) bool { return s.pulls[o.ref.Name] != o || here[o.ref.Name] })
+	for len(s.ended) > keptPulls {
+		delete(s.pulls, s.ended[0].ref.Name)
+		s.ended = s.ended[1:]
+	}
 }
 
 // keptWaits is of how many pulls that have ended it is remembered which reads

@@ -89,6 +89,9 @@ func (p *Pull) Runs(args []string) {
 	p.join(api.PullRequest{Entrypoint: args})
 }
 
+// Bound tells what the memory limits of a container leave, in bytes, that is about to be started on the image.
+func (p *Pull) Bound(left int64) { p.start.Bound(left) }
+
 // report sends a trace to the image's server.
 func (p *Pull) report(ctx context.Context, encoded []byte) error {
 	p.mu.Lock()

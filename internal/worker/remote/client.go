@@ -22,6 +22,9 @@ import (
 // receiveWindow is how much of a stream may be on its way or unread, in bytes.
 const receiveWindow = kernel.FlightBytes
 
+// idleTimeout is how long a connection stays that nobody uses: HTTP/2 pings it all the time.
+const idleTimeout = 15 * time.Minute
+
 // Options configures a Client. Only Base is needed.
 type Options struct {
 	// Base is the server: http://host:port or https://host[:port].
@@ -197,6 +200,7 @@ func (c *shared) newLink() *link {
 		},
 		TLSClientConfig:     c.opts.TLS,
 		TLSHandshakeTimeout: c.opts.ConnectTimeout,
+		IdleConnTimeout:     idleTimeout,
 		Protocols:           new(http.Protocols),
 		HTTP2: &http.HTTP2Config{
 			SendPingTimeout:           c.opts.PingInterval,

@@ -85,24 +85,41 @@ func (c *Client) padding(ctx context.Context, n int64) (int64, error) {
 	return got, err
 }
 
+// Keeping says how Keep holds a connection.
+type Keeping struct {
+	// WarmUp is how many bytes, at most, a new connection is warmed up with; 0: it is not.
+	WarmUp int64
+	// Least is the least time between two warm-ups. A connection that comes earlier has none:
+	// a server or a path that drops connections is not worth the bytes.
+	Least time.Duration
+}
+
 // Keep holds a connection to the server open until ctx ends: it connects, warms
-// each new connection up with at most `most` bytes (0: not at all), and connects
-// again when it was lost.
-func (c *Client) Keep(ctx context.Context, most int64) {
-	var warmed int64 // the connection that was, by number
+// each connection up that it made itself, and connects
+// again when it was lost. What a request of somebody else has made needs no warming, and
+// would have to share with that request.
+func (c *Client) Keep(ctx context.Context, k Keeping) {
+	var cold bool          // the connection is to be warmed up
+	var warmedAt time.Time // the last time; zero: never
 	defer c.kept.Store(nil)
 	for pause := time.Second; ; {
+		before := c.dials.Load()
 		_, err := c.padding(ctx, 0)
+		cold = cold && c.dials.Load() == before || c.dials.Load() > before
 		var status *StatusError
-		if errors.As(err, &status) {
-			err = nil // a server that knows no warming, but there it is
-			warmed = c.dials.Load()
-			c.kept.Store(&Warming{})
-		}
-		if n := c.dials.Load(); err == nil && n != warmed {
+		switch {
+		case errors.As(err, &status):
+			err, cold = nil, false // a server that knows no warming, but there it is
+			c.kept.CompareAndSwap(nil, &Warming{})
+		case err != nil:
+		case !cold || !warmedAt.IsZero() && time.Since(warmedAt) < k.Least:
+			cold = false
+			c.kept.CompareAndSwap(nil, &Warming{})
+		default:
+			warmedAt = time.Now()
 			var w Warming
-			if w, err = c.Warm(ctx, most); err == nil {
-				warmed = c.dials.Load()
+			if w, err = c.Warm(ctx, k.WarmUp); err == nil {
+				cold = false
 				c.kept.Store(&w)
 				c.log.Info("connected", "server", c.base.Redacted(), "warm_up_bytes", w.Bytes, "bytes_per_second", int64(w.Rate))
 			}

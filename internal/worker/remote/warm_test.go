@@ -104,7 +104,7 @@ func TestKeep(t *testing.T) {
 	defer c.Close()
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan struct{})
-	go func() { defer close(done); c.Keep(ctx, 3*warmStep) }()
+	go func() { defer close(done); c.Keep(ctx, Keeping{WarmUp: 3 * warmStep}) }()
 	for range 3 { // the first use, and the warm-up's two steps
 		<-s.more
 	}
@@ -145,7 +145,7 @@ func TestKeepWithoutWarming(t *testing.T) {
 	defer c.Close()
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan struct{})
-	go func() { defer close(done); c.Keep(ctx, 1<<20) }()
+	go func() { defer close(done); c.Keep(ctx, Keeping{WarmUp: 1 << 20}) }()
 	<-hits
 	cancel()
 	<-done
@@ -169,5 +169,63 @@ func TestWarmTakesNoMore(t *testing.T) {
 	defer c.Close()
 	if _, err := c.Warm(t.Context(), 1<<20); err == nil {
 		t.Error("no error")
+	}
+}
+
+// What a pull has connected is kept as it is: a warm-up would have to share with the pull.
+func TestKeepWhatAPullConnected(t *testing.T) { synctest.Test(t, testKeepWhatAPullConnected) }
+
+func testKeepWhatAPullConnected(t *testing.T) {
+	s := &warmServer{}
+	c, err := New(Options{Base: "http://server.test", Dial: pipeServer(t, s.ServeHTTP)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	if _, err := c.padding(t.Context(), 1); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	go c.Keep(ctx, Keeping{WarmUp: 1 << 20})
+	time.Sleep(2*keepEvery + time.Second)
+	if _, ok := c.Kept(); !ok {
+		t.Error("not kept")
+	}
+	cancel()
+	synctest.Wait()
+	if got := s.all(); !slices.Equal(got, []int64{1, 0, 0, 0}) {
+		t.Errorf("asked for %v", got)
+	}
+}
+
+// A server that drops the connection after each warm-up gets no more than one in the time
+// that Keeping says.
+func TestKeepWarmsSeldom(t *testing.T) { synctest.Test(t, testKeepWarmsSeldom) }
+
+func testKeepWarmsSeldom(t *testing.T) {
+	s := &warmServer{}
+	var c *Client
+	dropping := func(w http.ResponseWriter, r *http.Request) {
+		s.ServeHTTP(w, r)
+		c.Renew()
+	}
+	c, err := New(Options{Base: "http://server.test", Dial: pipeServer(t, dropping)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	ctx, cancel := context.WithCancel(t.Context())
+	go c.Keep(ctx, Keeping{WarmUp: warmStep, Least: time.Hour})
+	time.Sleep(3*time.Hour - time.Minute)
+	cancel()
+	synctest.Wait()
+	warmed := 0
+	for _, n := range s.all() {
+		if n > 0 {
+			warmed++
+		}
+	}
+	if dials := c.dials.Load(); warmed != 3 || dials < 1000 {
+		t.Errorf("warmed up %d times on %d connections, want 3 times", warmed, dials)
 	}
 }

@@ -3,6 +3,7 @@ package rootfs
 import (
 	"os"
 
+	"hydrofoil.dev/foil/internal/worker/arena"
 	"hydrofoil.dev/foil/internal/worker/contents"
 )
 
@@ -80,4 +81,14 @@ func (a *Arena) Close() error {
 		return nil
 	}
 	return a.file.Close()
+}
+
+// CopySegment fills segment i of an arena with what is at off, which is compared with the segment's ID. buf has
+// room for it.
+func (c *Contents) CopySegment(to *arena.Arena, i int, off int64, buf []byte) error {
+	b := buf[:to.Layout().Segment(i).Length]
+	if _, err := c.ReadAt(b, off); err != nil {
+		return err
+	}
+	return to.WriteSegment(i, b)
 }

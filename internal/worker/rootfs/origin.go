@@ -4,6 +4,8 @@ import (
 	"cmp"
 	"time"
 
+	"github.com/opencontainers/go-digest"
+
 	"hydrofoil.dev/foil/internal/worker/origin"
 )
 
@@ -33,6 +35,18 @@ func (r *Rootfs) SetProven() {
 	r.rec.Proof = Proven
 }
 
+// SetWeak notes which server sends of it though nothing shows that it is this server. It reports whether that is the
+// first one.
+func (r *Rootfs) SetWeak(server string) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.rec.Weak != "" {
+		return false
+	}
+	r.rec.Weak = server
+	return true
+}
+
 // Unproven notes from when on it has been here unproven, once.
 func (r *Rootfs) Unproven(since time.Time) {
 	r.mu.Lock()
@@ -47,6 +61,20 @@ func (r *Rootfs) Hashed() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.rec.Hashed
+}
+
+// Lying says why an image, by its manifest, is not the one of these layers; "": nobody has found that.
+func (r *Rootfs) Lying(manifest digest.Digest) string {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.rec.Lying[manifest]
+}
+
+// SetLying notes all of those that name it.
+func (r *Rootfs) SetLying(lying map[digest.Digest]string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.rec.Lying = lying
 }
 
 // Quarantine notes why nothing may be served from it: a content is not what its ID says, or it is not what its

@@ -58,11 +58,17 @@ type Record struct {
 	Proof Proof `json:"proof,omitempty"`
 	// Unwalled: a version that knew no origins laid it out. It may have contents of any origin, and lends none.
 	Unwalled bool `json:"unwalled,omitempty"`
+	// Weak names the first server that described it, or sent of its contents, though nothing showed that it was this
+	// server, and says why; empty: none did, or a version that noted none laid it out.
+	Weak string `json:"weak,omitempty"`
 	// Since is from when on it has been here unproven; a version that proved nothing noted none.
 	Since time.Time `json:"since,omitzero"`
 	// Wrong says which content was hashed whole, and is not what its ID says, or why it is not what its image's
 	// layers make; empty: nothing. Nothing is served from it.
 	Wrong string `json:"wrong,omitempty"`
+	// Lying are images, by their manifests, of which the config names other layers than the manifest, and says which:
+	// none starts. Other images of this rootfs do.
+	Lying map[digest.Digest]string `json:"lying,omitempty"`
 }
 
 // RecordVersion is that of records that are written now. Those of version 1 have no origin.
@@ -137,9 +143,11 @@ func (r *Rootfs) Load() error {
 		return err
 	}
 	var err error
-	if r.contents, err = contents.Open(r.Path(ContentsName)); err == nil {
+	if r.contents, err = contents.Open(r.Path(ContentsName)); err == nil && !r.contents.Old() {
 		return nil
 	}
+	r.contents.Close()
+	r.contents = nil
 	// It is derived: make it again.
 	have, err := r.Read()
 	if err != nil {

@@ -55,7 +55,7 @@ type Rootfs struct {
 	id   digest.Digest
 	mnt  *mounts.Mount
 
-	// rec is what is on the disk. Complete, Meta, Hashed, Proof, Since and Wrong change, and are guarded by mu;
+	// rec is what is on the disk. Complete, Meta, Hashed, Proof, Since, Wrong and Lying change, and are guarded by mu;
 	// the rest is written once, before the rootfs is known to anybody.
 	rec Record
 	// ready is closed when its first mount has been made, or has failed.
@@ -525,7 +525,7 @@ func (r *Rootfs) Lends() int {
 	defer r.mu.Unlock()
 	switch {
 	case r.contents == nil || r.why != nil || r.rec.Wrong != "" || r.rec.Unwalled || r.rec.Origin == "",
-		r.state == Lending && !r.lending.exact,
+		r.state == Lending && !r.lending.exact, r.contents.Old(),
 		r.state != Lending && !r.recorded:
 		return -1
 	}

@@ -17,7 +17,7 @@ func (s *Schedule) comes(now time.Time, r *Read, f uint32) bool {
 		return true
 	case s.plan.frames[f].state&beside != 0:
 		return s.nearAhead(f, 0) <= s.beyond
-	case s.hold.on, s.set.blocks != nil:
+	case s.hold.on, s.set.blocks != nil, now.Before(s.rests):
 		return false // the server sends nothing else in its turn
 	}
 	return s.ahead(f)+s.nearAhead(f, f+1) <= s.beyond

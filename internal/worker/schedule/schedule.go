@@ -46,6 +46,7 @@ type Schedule struct {
 	early  []int     // segments that another pull wants first, in its order; see Hurry
 	number uint64    // of the last promotion; from BackNumber on
 	retry  time.Time // when what could not be said to the server is said again; zero: nothing
+	rests  time.Time // until when the server may rest; zero: it does not. See Yield
 
 	orders Orders
 }
@@ -57,15 +58,16 @@ func New(o Options) Schedule {
 
 // Orders is what is to be done.
 type Orders struct {
-	Promote []uint32 // frames, the most wanted first
-	Fresh   int      // how many of them are promoted for the first time
-	Number  uint64   // of that promotion
-	Back    []uint32 // frames that are to be sent after all, behind those that reads lack
-	Skip    []uint32 // frames that the server need not send
-	Chosen  bool     // it need not wait for more of these
-	Release bool     // the server is to hold nothing back any more
-	Restart bool     // the stream is to end, so that what arrived damaged is asked for
-	Write   []*Kept  // is written now, whole
+	Promote []uint32      // frames, the most wanted first
+	Fresh   int           // how many of them are promoted for the first time
+	Number  uint64        // of that promotion
+	Back    []uint32      // frames that are to be sent after all, behind those that reads lack
+	Skip    []uint32      // frames that the server need not send
+	Chosen  bool          // it need not wait for more of these
+	Release bool          // the server is to hold nothing back any more
+	Rest    time.Duration // the server is to send only what is promoted for so long
+	Restart bool          // the stream is to end, so that what arrived damaged is asked for
+	Write   []*Kept       // is written now, whole
 }
 
 // Take returns what events have ordered, and clears it. It is to be called after each event.
@@ -223,7 +225,7 @@ func (s *Schedule) PagesDone(now time.Time) {
 // End is told that the stream has ended.
 func (s *Schedule) End() {
 	s.writeKept()
-	s.plan, s.set.blocks, s.set.bytes, s.hold.on, s.near = course{}, nil, 0, false, nil
+	s.plan, s.set.blocks, s.set.bytes, s.hold.on, s.near, s.rests = course{}, nil, 0, false, nil, time.Time{}
 	for _, r := range s.reads {
 		r.bound, r.due, r.promoted = 0, time.Time{}, false // by the next one
 	}
@@ -343,6 +345,19 @@ func (s *Schedule) Left(now time.Time, j *Joining) {
 	s.joins = slices.DeleteFunc(s.joins, func(o *Joining) bool { return o == j })
 	s.ask(now)
 }
+
+// Yield is told that others want the processors: the server is to rest for a while, unless somebody waits for what it
+// sends, or is about to.
+func (s *Schedule) Yield(now time.Time, d time.Duration) {
+	if s.plan.frameOf == nil || s.plan.next == len(s.plan.frames) || s.set.blocks != nil || s.hold.on || len(s.reads) > 0 || len(s.joins) > 0 {
+		return
+	}
+	s.orders.Rest, s.rests = d, now.Add(d+2*s.link.trip+restSlack)
+}
+
+// restSlack is how much later than in half a round trip the server may hear that it is to rest. A read that is
+// promoted without need costs a message.
+const restSlack = 500 * time.Millisecond
 
 // Unsaid is told that the server could not be told what was ordered; release: a release was.
 func (s *Schedule) Unsaid(now time.Time, release bool) {

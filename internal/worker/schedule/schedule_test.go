@@ -36,11 +36,12 @@ type world struct {
 	number uint64
 	sent   []bool
 	holds  bool
-	pages  []page // of the startup set that are left
-	mute   int    // promotions that get lost
-	lost   bool   // one has got lost
-	along  int    // frames that are sent along with a promoted one
-	flight int64  // bytes that are sent and have not arrived
+	rests  time.Time // until when it rests
+	pages  []page    // of the startup set that are left
+	mute   int       // promotions that get lost
+	lost   bool      // one has got lost
+	along  int       // frames that are sent along with a promoted one
+	flight int64     // bytes that are sent and have not arrived
 }
 
 type happening struct {
@@ -99,7 +100,7 @@ func (w *world) tell(event func()) {
 	if o.Restart {
 		w.t.Fatal("nothing was damaged, and the stream is to end")
 	}
-	if len(o.Promote) > 0 || o.Release {
+	if len(o.Promote) > 0 || o.Release || o.Rest > 0 {
 		stream := w.stream
 		if w.mute > 0 {
 			w.mute--
@@ -140,6 +141,10 @@ func (w *world) promote(o Orders) {
 		w.order = append(w.order, o.Promote...)
 	}
 	w.holds = w.holds && !o.Release
+	if o.Rest > 0 {
+		w.rests = w.now.Add(o.Rest)
+		w.after(o.Rest, w.send)
+	}
 	w.send()
 }
 
@@ -198,7 +203,7 @@ func (w *world) send() {
 		})
 		return
 	}
-	if next := slices.Index(w.sent, false); next >= 0 && !w.holds {
+	if next := slices.Index(w.sent, false); next >= 0 && !w.holds && !w.now.Before(w.rests) {
 		frame(uint32(next))
 	}
 }
@@ -244,7 +249,7 @@ func (w *world) begin(set []page) {
 		w.sizes = append(w.sizes, rapid.Int64Range(1, 400_000).Draw(w.t, "size"))
 	}
 	w.lost = false
-	w.sent, w.holds = make([]bool, len(w.sizes)), hold && set != nil
+	w.sent, w.holds, w.rests = make([]bool, len(w.sizes)), hold && set != nil, time.Time{}
 	w.tell(func() {
 		w.s.Answered(2 * w.trip)
 		w.s.Plan(w.now, w.sizes, w.of)
@@ -378,7 +383,7 @@ func testSchedule(t *rapid.T, older bool) {
 	for range actions {
 		pause := time.Duration(rapid.OneOf(rapid.IntRange(0, 2000), rapid.IntRange(0, 500_000)).Draw(t, "pause")) * time.Microsecond
 		w.run(w.now.Add(pause))
-		switch rapid.IntRange(0, 9).Draw(t, "action") {
+		switch rapid.IntRange(0, 10).Draw(t, "action") {
 		case 0:
 			if !w.lost { // one of a stream: each further one doubles the wait
 				w.mute = 1
@@ -388,6 +393,8 @@ func testSchedule(t *rapid.T, older bool) {
 			w.begin(nil)
 		case 2:
 			w.tell(w.s.Release)
+		case 4: // others want the processors
+			w.tell(func() { w.s.Yield(w.now, 400*time.Millisecond) })
 		case 3: // another pull wants some of it first
 			segments := rapid.SliceOf(rapid.IntRange(0, n-1)).Draw(t, "hurried")
 			w.tell(func() { w.s.Hurry(w.now, segments) })

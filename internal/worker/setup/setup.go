@@ -36,6 +36,9 @@ type Options struct {
 	DiskLimit string // --disk-limit
 	// Groups are those of --origin-group; Registries those of the images on the worker, nil when no daemon answers.
 	Groups, Registries []string
+	// Policies are those of --policy. Unproven says, by registry, why images here are to be proven before they start.
+	Policies []string
+	Unproven map[string]string
 	// Unit is what `systemctl show foil-node` prints; empty where there is no systemd.
 	Unit string
 	// Running is the version of the daemon that answers, empty when none does, and
@@ -48,6 +51,9 @@ type finding = containerd.Finding
 // Check looks at everything.
 func Check(ctx context.Context, o Options) []finding {
 	named, list := checkHosts(ctx, o)
+	if why := node.Hanging(o.Root); why != "" {
+		list = append(list, finding{Name: "daemon", State: containerd.Wrong, Detail: why, Fix: "start the daemon: it ends that connection"})
+	}
 	if f, ok := checkMirror(ctx, o, named); ok {
 		list = append(list, f)
 	}
@@ -60,6 +66,7 @@ func Check(ctx context.Context, o Options) []finding {
 		}
 	}
 	list = append(list, checkLimit(o.DiskLimit), checkOrigins(o, named))
+	list = append(list, checkPolicies(ctx, o)...)
 	if o.Unit != "" {
 		list = append(list, checkUnit(o.Unit))
 	}

@@ -5,6 +5,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -116,7 +117,7 @@ func TestCheck(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			o := base
 			test.change(&o)
-			got := Check(t.Context(), o)
+			got := slices.DeleteFunc(Check(t.Context(), o), func(f finding) bool { return f.Name == "policy" }) // see TestPolicies
 			for i, f := range got {
 				line := f.Name + " " + string(f.State) + " "
 				if i >= len(test.want) || !strings.HasPrefix(test.want[i], line) || !strings.Contains(f.Detail+" "+f.Fix, strings.TrimPrefix(test.want[i], line)) {

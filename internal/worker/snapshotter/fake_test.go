@@ -44,8 +44,17 @@ type fakeNode struct {
 
 func (f *fakeNode) ContainerMade(_ origin.Key, id string) { f.told = append(f.told, "made "+id) }
 
-func (f *fakeNode) ContainerStarts(_ origin.Key, id string, process func() []string) {
-	f.told = append(f.told, fmt.Sprintf("starts %s %q", id, process()))
+func (f *fakeNode) ContainerStarts(_ origin.Key, id string, process func() node.Process) {
+	runs := process()
+	f.told = append(f.told, strings.TrimSpace(fmt.Sprintf("starts %s %q %s", id, runs.Args, memoryOf(runs))))
+}
+
+// memoryOf is what is known of a container's memory, in words.
+func memoryOf(runs node.Process) string {
+	if runs.Cgroup == "" {
+		return ""
+	}
+	return fmt.Sprintf("in %s with %d bytes", runs.Cgroup, runs.Memory)
 }
 
 func (f *fakeNode) Has(name string) bool { return f.here[name] }

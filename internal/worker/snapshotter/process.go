@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"strconv"
 	"strings"
 	"time"
 
@@ -13,6 +14,8 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
 
+	"hydrofoil.dev/foil/internal/kernel"
+	"hydrofoil.dev/foil/internal/worker/node"
 	"hydrofoil.dev/foil/internal/worker/origin"
 )
 
@@ -47,12 +50,12 @@ func (s *Snapshotter) starts(ctx context.Context, key string) {
 		return
 	}
 	if rootfs, ok := s.rootfsBelow(info.Parent); ok {
-		s.opts.Node.ContainerStarts(rootfs, key, func() []string {
-			args, err := s.process(ctx, key)
+		s.opts.Node.ContainerStarts(rootfs, key, func() node.Process {
+			runs, err := s.process(ctx, key)
 			if err != nil {
 				s.log.Debug("what runs on a snapshot is not known: nothing is learnt of it", "snapshot", key, "error", err)
 			}
-			return args
+			return runs
 		})
 	}
 }
@@ -67,31 +70,48 @@ func (s *Snapshotter) rootfsBelow(parent string) (key origin.Key, ok bool) {
 	return key, false
 }
 
-// process returns the arguments of the process of a snapshot's container, as they will be
-// executed. The name of a snapshot is NAMESPACE/NUMBER/KEY, and its key the container's ID, as
+// process returns what will run in a snapshot's container, and which limit its memory has. The name of a snapshot is NAMESPACE/NUMBER/KEY, and its key the container's ID, as
 // CRI, ctr and nerdctl have it.
-func (s *Snapshotter) process(ctx context.Context, name string) ([]string, error) {
+func (s *Snapshotter) process(ctx context.Context, name string) (runs node.Process, err error) {
 	parts := strings.SplitN(name, "/", 3)
 	if s.containerd == nil || len(parts) != 3 {
-		return nil, fmt.Errorf("containerd is not asked")
+		return runs, fmt.Errorf("containerd is not asked")
 	}
 	ctx, cancel := context.WithTimeout(namespaces.WithNamespace(ctx, parts[0]), askWithin)
 	defer cancel()
 	got, err := containersapi.NewContainersClient(s.containerd).Get(ctx, &containersapi.GetContainerRequest{ID: parts[2]})
 	if err != nil {
-		return nil, fmt.Errorf("ask containerd for container %s: %w", parts[2], err)
+		return runs, fmt.Errorf("ask containerd for container %s: %w", parts[2], err)
 	}
 	c := got.GetContainer()
 	if c.GetSnapshotKey() != parts[2] {
-		return nil, fmt.Errorf("container %s is on snapshot %s", parts[2], c.GetSnapshotKey())
+		return runs, fmt.Errorf("container %s is on snapshot %s", parts[2], c.GetSnapshotKey())
 	}
 	var spec struct {
 		Process struct {
 			Args []string `json:"args"`
 		} `json:"process"`
+		Linux struct {
+			CgroupsPath string `json:"cgroupsPath"`
+			Resources   struct {
+				Memory struct {
+					Limit int64 `json:"limit"` // bytes; less than 1: none
+				} `json:"memory"`
+				Unified map[string]string `json:"unified"` // files of cgroup v2
+			} `json:"resources"`
+		} `json:"linux"`
 	}
 	if err := json.Unmarshal(c.GetSpec().GetValue(), &spec); err != nil {
-		return nil, fmt.Errorf("the specification of container %s: %w", parts[2], err)
+		return runs, fmt.Errorf("the specification of container %s: %w", parts[2], err)
 	}
-	return spec.Process.Args, nil
+	runs.Args = spec.Process.Args
+	if l := spec.Linux; l.CgroupsPath != "" {
+		runs.Cgroup, runs.Memory = kernel.CgroupOf(l.CgroupsPath), max(0, l.Resources.Memory.Limit)
+		for _, file := range []string{"memory.high", "memory.max"} {
+			if n, err := strconv.ParseInt(l.Resources.Unified[file], 10, 64); err == nil && n > 0 && (runs.Memory == 0 || n < runs.Memory) {
+				runs.Memory = n
+			}
+		}
+	}
+	return runs, nil
 }

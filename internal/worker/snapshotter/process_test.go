@@ -76,7 +76,7 @@ func TestWhatRunsIsTold(t *testing.T) {
 		case "k8s.io/8/pod":
 			store.all["k8s.io/pod"] = container("pod", sleeps)
 		case "default/9/pod":
-			store.all["default/pod"] = container("pod", `{"process":{"args":["/app"]}}`)
+			store.all["default/pod"] = container("pod", `{"process":{"args":["/app"]},"linux":{"cgroupsPath":"kubepods-pod1.slice:cri:pod","resources":{"memory":{"limit":9000},"unified":{"memory.high":"8000","memory.max":"9000"}}}}`)
 		case "k8s.io/10/other":
 			store.all["k8s.io/other"] = container("another", sleeps)
 		case "k8s.io/11/broken":
@@ -101,7 +101,7 @@ func TestWhatRunsIsTold(t *testing.T) {
 	want := []string{
 		"made k8s.io/7/early", `starts k8s.io/7/early []`,
 		"made k8s.io/8/pod", `starts k8s.io/8/pod ["sleep" "1000"]`,
-		"made default/9/pod", `starts default/9/pod ["/app"]`,
+		"made default/9/pod", `starts default/9/pod ["/app"] in /kubepods.slice/kubepods-pod1.slice/cri-pod.scope with 8000 bytes`,
 		"made k8s.io/10/other", `starts k8s.io/10/other []`,
 		"made k8s.io/11/broken", `starts k8s.io/11/broken []`,
 		"made plain", `starts plain []`,

@@ -82,7 +82,7 @@ type Node interface {
 	// ContainerMade tells of a snapshot on a rootfs. ContainerStarts tells that what process
 	// returns, or something unknown, is about to run there.
 	ContainerMade(rootfs origin.Key, id string)
-	ContainerStarts(rootfs origin.Key, id string, process func() []string)
+	ContainerStarts(rootfs origin.Key, id string, process func() node.Process)
 	RemoveImage(ctx context.Context, name string) error
 	// RootfsUsage is what a rootfs takes on the disk, in bytes and files.
 	RootfsUsage(key origin.Key) (size, inodes int64, err error)

@@ -9,6 +9,7 @@ import (
 
 	"hydrofoil.dev/foil/internal/format/toc"
 	"hydrofoil.dev/foil/internal/format/trace"
+	"hydrofoil.dev/foil/internal/worker/memory"
 	"hydrofoil.dev/foil/internal/worker/store"
 )
 
@@ -134,7 +135,7 @@ func (s *Start) readBorrowed(l *laid, runs []trace.Run) {
 		return
 	}
 	usable := l.r.Mount().Mounted() && !l.r.Mount().Gated() && l.r.Broken() == nil
-	m := through{laid: l}
+	m := through{laid: l, memory: s.memory}
 	defer m.close()
 	for i, window := range windows {
 		if i+1 < len(windows) {
@@ -157,7 +158,7 @@ func (s *Start) readBorrowed(l *laid, runs []trace.Run) {
 // need.
 func ReadThrough(dir string, have *store.Files, runs []trace.Run) {
 	names := sync.OnceValue(func() *toc.Names { return toc.NamesOf(have.TOC) })
-	m := through{laid: &laid{dir: dir, toc: have.TOC, names: names}}
+	m := through{laid: &laid{dir: dir, toc: have.TOC, names: names}, memory: new(memory.Account)}
 	defer m.close()
 	for _, run := range trace.Merge(runs) {
 		m.read(run, nil)

@@ -16,6 +16,20 @@ const (
 // answers, in which the rest of its image took half of two processors.
 const HoldAfter = 100 * time.Millisecond
 
+// Awaited reports whether somebody may wait for a service to become ready: what arrives of the image may be what
+// it waits for.
+func (s *Start) Awaited() bool {
+	switch {
+	case s.isReady():
+		return false
+	case s.opts.Probed:
+		return time.Since(s.began) < holdProbed
+	case s.opts.Soon:
+		return time.Since(s.began) < settle
+	}
+	return false
+}
+
 // Hold is how long the server is to hold back what is not of the startup set: not at
 // all when nothing is about to be started, or somebody has said that it is ready.
 func (s *Start) Hold() time.Duration {

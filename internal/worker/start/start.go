@@ -15,6 +15,7 @@ import (
 
 	"hydrofoil.dev/foil/internal/format/toc"
 	"hydrofoil.dev/foil/internal/worker/locks"
+	"hydrofoil.dev/foil/internal/worker/memory"
 	"hydrofoil.dev/foil/internal/worker/store"
 )
 
@@ -39,14 +40,17 @@ type Options struct {
 	// Counted is told how many pages of a startup set were read until the container
 	// was ready, and how many were not. It may be nil.
 	Counted func(hit, unused int)
+	// Memory bounds what is read into page caches; nil: nothing does.
+	Memory *memory.Budget
 }
 
 // Start is the start of the services of one pull.
 type Start struct {
-	opts Options
-	log  *slog.Logger
-	ctx  context.Context // the pull's
-	work sync.WaitGroup
+	opts  Options
+	log   *slog.Logger
+	ctx   context.Context // the pull's
+	began time.Time
+	work  sync.WaitGroup
 	// reads are those of work that read pages.
 	reads sync.WaitGroup
 
@@ -56,7 +60,8 @@ type Start struct {
 	ready chan struct{} // closed when the first service is ready
 	next  chan struct{} // closed, and made anew, when one that joined is ready
 
-	warm warmer
+	warm   warmer
+	memory *memory.Account
 }
 
 // laid is a rootfs that the pull has laid out.
@@ -71,7 +76,7 @@ type laid struct {
 
 // New is of a pull that ends with ctx.
 func New(ctx context.Context, opts Options) *Start {
-	return &Start{opts: opts, log: opts.Logger, ctx: ctx, ready: make(chan struct{}), next: make(chan struct{})}
+	return &Start{opts: opts, log: opts.Logger, ctx: ctx, began: time.Now(), ready: make(chan struct{}), next: make(chan struct{}), memory: opts.Memory.Begin()}
 }
 
 // goes runs fn, which ends with the pull, unless that has ended.
@@ -155,7 +160,11 @@ func (s *Start) End() {
 		l.ended()
 	}
 	s.warm.forget()
+	s.memory.End()
 }
+
+// Bound has no more read ahead than the memory limits of a container leave, in bytes, that is about to be started.
+func (s *Start) Bound(left int64) { s.memory.Bound(left) }
 
 // settle is after which time a start counts as over of which nobody says when it is.
 const settle = 5 * time.Second

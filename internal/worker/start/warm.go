@@ -9,6 +9,7 @@ import (
 	"hydrofoil.dev/foil/internal/format/trace"
 	"hydrofoil.dev/foil/internal/kernel"
 	"hydrofoil.dev/foil/internal/worker/locks"
+	"hydrofoil.dev/foil/internal/worker/memory"
 )
 
 // warmer reads the pages of a startup set through the mount of the rootfs, as they
@@ -84,7 +85,7 @@ func (s *Start) warmRuns(l *laid) {
 	priority := kernel.OwnPriority()
 	defer priority.End()
 	priority.SetLow(true)
-	m := through{laid: l}
+	m := through{laid: l, memory: s.memory}
 	defer m.close()
 	for {
 		w.mu.Lock()
@@ -117,15 +118,20 @@ func (w *warmer) forget() {
 	w.runs, w.mounted, w.borrowed = nil, false, nil
 }
 
-// through reads files of a mount into its page cache.
+// through reads files of a mount into its page cache, as far as there is memory for it.
 type through struct {
 	*laid
-	fds map[uint32]int // open, by content
+	memory *memory.Account
+	fds    map[uint32]int // open, by content
 }
 
-// read reads a run, in pieces that before, if not nil, is called with. A failure is nothing:
-// who needs the page reads it.
+// read reads a run, in pieces that before, if not nil, is called with. A failure is nothing, nor is memory that is
+// refused: who needs the page reads it.
 func (m *through) read(run trace.Run, before func(off, n int64)) {
+	off, n := run.Range(m.toc.Contents[run.Content].Size)
+	if !m.memory.Take(n) {
+		return
+	}
 	fd, open := m.fds[run.Content]
 	if !open {
 		path, named := m.names().Path(int32(run.Content))
@@ -144,7 +150,6 @@ func (m *through) read(run trace.Run, before func(off, n int64)) {
 		}
 		m.fds[run.Content] = fd
 	}
-	off, n := run.Range(m.toc.Contents[run.Content].Size)
 	for n > 0 {
 		some := min(n, warmWindow)
 		if before != nil {

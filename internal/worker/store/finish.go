@@ -151,10 +151,10 @@ func (s *Store) lentAbsent(r *Rootfs, have *Files) error {
 func lent(have *Files, i int, src *rootfs.Contents) (absent int) {
 	t := have.TOC
 	here := have.Place.In(i)
-	id := func(c int32) *segment.ID { return &t.Contents[c].ID }
+	id, size := contents.Of(t)
 	segment.Sort(here, id)
 	absent = len(here)
-	src.List.Join(here, id, func(c int32, off int64, kind contents.Kind) {
+	src.List.Join(here, id, size, func(c int32, off int64, kind contents.Kind) {
 		if kind != contents.Piece && src.Holds(off, t.Contents[c].Size) {
 			absent--
 		}

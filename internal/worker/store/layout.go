@@ -33,6 +33,8 @@ type Wanted struct {
 	Named    origin.Key
 	Image    *bundle.Image
 	TOC      *toc.TOC // nil when the server left it out
+	// Weak names the server, and says why nothing shows that it is this one; empty: it was authenticated.
+	Weak string
 	// By fills the rootfs, unless another one does.
 	By Filler
 	// Leases keep the rootfs, and those that lend to it.
@@ -149,6 +151,7 @@ func (s *Store) layOut(w Wanted) (_ *Rootfs, _ Placement, err error) {
 		TOC:     img.TOCDigest,
 		Files:   len(t.Inodes),
 		Created: time.Now().UTC(),
+		Weak:    w.Weak,
 	}
 	rec.Since = rec.Created
 	for i := range t.Contents {
@@ -255,7 +258,7 @@ func (s *Store) place(own digest.Digest, t *toc.TOC, w Wanted) (place Placement,
 	for i := range place {
 		place[i], left[i] = unplaced, int32(i)
 	}
-	id := func(c int32) *segment.ID { return &t.Contents[c].ID }
+	id, size := contents.Of(t)
 	lenders := s.mayLend(w)
 	if len(lenders) > 0 {
 		segment.Sort(left, id)
@@ -269,7 +272,7 @@ func (s *Store) place(own digest.Digest, t *toc.TOC, w Wanted) (place Placement,
 			continue
 		}
 		device, found, hashed := uint16(len(arenas)), false, other.Hashed()
-		src.List.Join(left, id, func(c int32, off int64, kind contents.Kind) {
+		src.List.Join(left, id, size, func(c int32, off int64, kind contents.Kind) {
 			if (kind == contents.Whole || kind == contents.Composed && hashed) && src.Verified(off, t.Contents[c].Size) {
 				place[c], found = device, true
 			}
@@ -335,7 +338,7 @@ func (s *Store) CopyShared(ctx context.Context, r *Rootfs, from *Leases) (copied
 	if len(absent) == 0 || len(others) == 0 {
 		return 0
 	}
-	want, id := sorted32(l, absent)
+	want, id, length := l.ByID(absent)
 	buf := make([]byte, segment.MaxLength)
 	for _, other := range others {
 		src := other.Contents()
@@ -343,12 +346,12 @@ func (s *Store) CopyShared(ctx context.Context, r *Rootfs, from *Leases) (copied
 			continue
 		}
 		var err error
-		src.List.Join(want, id, func(i int32, off int64, _ contents.Kind) {
+		src.List.Join(want, id, length, func(i int32, off int64, _ contents.Kind) {
 			s := l.Segment(int(i))
 			if err != nil || ctx.Err() != nil || a.HasSegment(int(i)) || !src.Holds(off, int64(s.Length)) {
 				return
 			}
-			if err = copyTo(src, a, int(i), off, buf); err == nil {
+			if err = src.CopySegment(a, int(i), off, buf); err == nil {
 				copied += int64(s.Length)
 			}
 		})
@@ -360,28 +363,6 @@ func (s *Store) CopyShared(ctx context.Context, r *Rootfs, from *Leases) (copied
 		}
 	}
 	return copied
-}
-
-// sorted32 sorts segments of an arena by their IDs, which id gives, for contents.List.Join.
-func sorted32(l *arena.Layout, segments []int) (sorted []int32, id func(int32) *segment.ID) {
-	ids := make([]segment.ID, l.Segments())
-	sorted = make([]int32, len(segments))
-	for k, i := range segments {
-		sorted[k], ids[i] = int32(i), l.Segment(i).ID
-	}
-	id = func(i int32) *segment.ID { return &ids[i] }
-	segment.Sort(sorted, id)
-	return sorted, id
-}
-
-// copyTo fills segment i of an arena with what is at off, which is compared with the segment's ID.
-// buf has room for it.
-func copyTo(src *rootfs.Contents, a *arena.Arena, i int, off int64, buf []byte) error {
-	b := buf[:a.Layout().Segment(i).Length]
-	if _, err := src.ReadAt(b, off); err != nil {
-		return err
-	}
-	return a.WriteSegment(i, b)
 }
 
 // clearBroken makes way for a rootfs in the place of one that cannot be served.

@@ -93,10 +93,10 @@ func needed(r *Rootfs, borrowers []*Rootfs) ([]arena.Range, error) {
 		}
 		t := have.TOC
 		here := have.Place.In(slices.Index(b.Arenas(), r.ID()))
-		id := func(c int32) *segment.ID { return &t.Contents[c].ID }
+		id, size := contents.Of(t)
 		segment.Sort(here, id)
 		found := 0
-		src.List.Join(here, id, func(c int32, off int64, kind contents.Kind) {
+		src.List.Join(here, id, size, func(c int32, off int64, kind contents.Kind) {
 			if kind != contents.Piece {
 				found++
 				keep = append(keep, arena.Range{Off: off, Len: t.Contents[c].Size})
@@ -201,4 +201,28 @@ func usage(dir string) (size, inodes int64) {
 		}
 	}
 	return size, inodes
+}
+
+// Lender returns what the arena of from holds, for r to copy from while from is filled, and has leases keep it. It
+// returns nil if that may not be: for r itself, across origins, and when from is gone or broken.
+func (s *Store) Lender(from, r *Rootfs, leases *Leases) *rootfs.Contents {
+	if r == from || !s.mayServe(from, r.Origin()) {
+		return nil
+	}
+	s.mu.Lock()
+	here := s.rootfs[from.Key()] == from
+	if here {
+		leases.Take(from)
+	}
+	s.mu.Unlock()
+	if !here {
+		return nil
+	}
+	src := from.Contents()
+	if src != nil && from.Broken() == nil {
+		if _, err := src.File(); err == nil { // opened before several goroutines read
+			return src
+		}
+	}
+	return nil
 }

@@ -42,7 +42,7 @@ func (s *Store) Lent(r *Rootfs, t *toc.TOC, place Placement, numbers []uint32) (
 		seen[c] = true
 		wanted[place[c]] = append(wanted[place[c]], int32(c))
 	}
-	id := func(c int32) *segment.ID { return &t.Contents[c].ID }
+	id, size := contents.Of(t)
 	for i, list := range wanted {
 		if len(list) == 0 {
 			continue
@@ -56,7 +56,7 @@ func (s *Store) Lent(r *Rootfs, t *toc.TOC, place Placement, numbers []uint32) (
 			continue
 		}
 		segment.Sort(list, id)
-		src.List.Join(list, id, func(c int32, off int64, kind contents.Kind) {
+		src.List.Join(list, id, size, func(c int32, off int64, kind contents.Kind) {
 			if kind != contents.Piece {
 				at[uint32(c)] = Extent{len(arenas), off}
 			}

@@ -137,10 +137,10 @@ func (s *Store) offsets(r *Rootfs, have *Files, layout *arena.Layout, visit func
 		if src == nil {
 			return nil, fmt.Errorf("what the arena of rootfs %s holds is not known: pull the image again", id)
 		}
-		contentID := func(c int32) *segment.ID { return &t.Contents[c].ID }
+		contentID, size := contents.Of(t)
 		segment.Sort(here, contentID)
 		found := 0
-		src.List.Join(here, contentID, func(c int32, off int64, kind contents.Kind) {
+		src.List.Join(here, contentID, size, func(c int32, off int64, kind contents.Kind) {
 			if kind != contents.Piece {
 				offsets[c] = off
 				found++

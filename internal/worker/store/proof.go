@@ -130,6 +130,37 @@ func (s *Store) Proven(r *Rootfs) error {
 	return nil
 }
 
+// Lying notes that an image of a rootfs, by its manifest, has a config of other layers. named are the manifests of the
+// images that name the rootfs; what is known of others is forgotten.
+func (s *Store) Lying(r *Rootfs, manifest digest.Digest, why string, named []digest.Digest) error {
+	rec := r.Record()
+	lying := map[digest.Digest]string{manifest: why}
+	for _, d := range named {
+		if why, ok := rec.Lying[d]; ok {
+			lying[d] = why
+		}
+	}
+	r.SetLying(lying)
+	rec.Lying = lying
+	if err := r.Save(&rec, durable.Replace); err != nil {
+		return fmt.Errorf("note that image %s of rootfs %s is not what it says: %w", manifest, r.ChainID(), err)
+	}
+	return nil
+}
+
+// FillWeakly notes, before the first byte, that a server sends of a rootfs though nothing shows that it is this server:
+// pages of a startup set are what that one says they are. The rootfs is recorded, and only its filler calls this.
+func (s *Store) FillWeakly(r *Rootfs, server string) error {
+	if server == "" || r.Proof() == rootfs.Proven || !r.SetWeak(server) {
+		return nil
+	}
+	rec := r.Record()
+	if err := r.Save(&rec, durable.Replace); err != nil {
+		return fmt.Errorf("note who sends rootfs %s: %w", r.ChainID(), err)
+	}
+	return nil
+}
+
 // ProofDir is where the proof of a rootfs keeps what is known of its layers.
 func ProofDir(r *Rootfs) string { return r.Path(rootfs.ProofName) }
 

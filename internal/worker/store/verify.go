@@ -1,18 +1,15 @@
 package store
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
-	"io"
 
 	"github.com/opencontainers/go-digest"
 
-	"hydrofoil.dev/foil/internal/format/segment"
-	"hydrofoil.dev/foil/internal/format/toc"
+	"hydrofoil.dev/foil/internal/durable"
 	"hydrofoil.dev/foil/internal/worker/api"
-	"hydrofoil.dev/foil/internal/worker/contents"
+	"hydrofoil.dev/foil/internal/worker/check"
 	"hydrofoil.dev/foil/internal/worker/mounts"
 	"hydrofoil.dev/foil/internal/worker/records"
 	"hydrofoil.dev/foil/internal/worker/rootfs"
@@ -26,61 +23,36 @@ func (s *Store) Verify(ctx context.Context, r *Rootfs, emit func(api.VerifyEvent
 	if err != nil {
 		return api.Errorf(api.CodeCorrupt, "%w: remove the image with `foil rm` and pull it again", err)
 	}
-	ev := api.VerifyEvent{Total: r.ContentBytes()}
-	bad := func(what string) error {
-		ev.Bad = what
-		err := emit(ev)
-		ev.Bad = ""
-		return err
-	}
-	meta := r.Record().Meta
-	if meta != "" {
+	checker := check.New(have.TOC, r.ContentBytes(), emit)
+	if meta := r.Record().Meta; meta != "" {
 		got, err := records.Sum(r.Path(mounts.Image))
 		if err != nil {
 			return err
 		}
 		if got != meta {
-			if err := bad("(metadata image)"); err != nil {
+			if err := checker.Bad("(metadata image)"); err != nil {
 				return err
 			}
 		}
 	}
-	v := verifier{s: s, toc: have.TOC, ev: &ev, emit: emit, buf: make([]byte, segment.MaxLength)}
 	for i, id := range r.Arenas() {
-		if err := v.arena(ctx, id, have.Place.In(i)); err != nil {
+		if err := s.verifyArena(ctx, checker, id, have.Place.In(i)); err != nil {
 			return err
 		}
 	}
-	for _, c := range v.bad {
-		if err := bad(v.path(c)); err != nil {
-			return err
-		}
-	}
-	ev.Done = true
-	return emit(ev)
+	return checker.End()
 }
 
-type verifier struct {
-	s     *Store
-	toc   *toc.TOC
-	ev    *api.VerifyEvent
-	emit  func(api.VerifyEvent) error
-	buf   []byte
-	bad   []int32
-	names *toc.Names
-	since int64 // bytes since the last event
-}
-
-// arena verifies the contents that lie in the arena of one rootfs.
-func (v *verifier) arena(ctx context.Context, id digest.Digest, here []int32) (failed error) {
+// verifyArena verifies the contents that lie in the arena of one rootfs.
+func (s *Store) verifyArena(ctx context.Context, checker *check.Checker, id digest.Digest, here []int32) (failed error) {
 	var leases Leases
 	defer leases.End()
-	v.s.mu.Lock()
-	r := v.s.ownerLocked(id)
+	s.mu.Lock()
+	r := s.ownerLocked(id)
 	if r != nil {
 		leases.Take(r)
 	}
-	v.s.mu.Unlock()
+	s.mu.Unlock()
 	var src *rootfs.Contents
 	if r != nil {
 		src = r.Contents()
@@ -89,61 +61,43 @@ func (v *verifier) arena(ctx context.Context, id digest.Digest, here []int32) (f
 		return api.Errorf(api.CodeCorrupt, "the arena of rootfs %s is gone: remove the image with `foil rm` and pull it again", id)
 	}
 	defer func() { failed = errors.Join(failed, src.Close()) }()
-	contentID := func(c int32) *segment.ID { return &v.toc.Contents[c].ID }
-	segment.Sort(here, contentID)
-	found := 0
-	src.List.Join(here, contentID, func(c int32, off int64, kind contents.Kind) {
-		if kind == contents.Piece || failed != nil {
-			return
-		}
-		found++
-		if failed = context.Cause(ctx); failed == nil {
-			failed = v.content(src, c, off, src.Holds)
-		}
-	})
-	if failed == nil && found != len(here) {
-		failed = api.Errorf(api.CodeCorrupt, "the arena of rootfs %s holds %d of the %d contents placed in it: remove the image with `foil rm` and pull it again", id, found, len(here))
+	found, err := checker.Arena(ctx, src, here)
+	if err == nil && found != len(here) {
+		err = api.Errorf(api.CodeCorrupt, "the arena of rootfs %s holds %d of the %d contents placed in it: remove the image with `foil rm` and pull it again", id, found, len(here))
 	}
-	return failed
+	return err
 }
 
-// content verifies one content at its place.
-func (v *verifier) content(file io.ReaderAt, c int32, at int64, present func(off, n int64) bool) error {
-	content := &v.toc.Contents[c]
-	ok := true
-	for _, s := range v.toc.Segments[content.First : content.First+content.Segments] {
-		off := at + s.Offset
-		if !present(off, int64(s.Length)) {
-			v.ev.Absent += int64(s.Length)
-			continue
-		}
-		b := v.buf[:s.Length]
-		if _, err := file.ReadAt(b, off); err != nil {
-			return fmt.Errorf("read %s: %w", v.path(c), err)
-		}
-		v.ev.Checked += int64(s.Length)
-		v.since += int64(s.Length)
-		if s.ID.IsHole() {
-			ok = ok && len(bytes.Trim(b, "\x00")) == 0
-		} else {
-			ok = ok && segment.Sum(b) == s.ID
-		}
+// hash hashes whole what lies in r's own arena, see check.Whole. A content that is not what its ID says has r
+// quarantined.
+func (s *Store) hash(ctx context.Context, r *Rootfs) (hashed bool, err error) {
+	src := r.Contents()
+	if src == nil || r.Own() < 0 {
+		return src != nil, nil
 	}
-	if !ok {
-		v.bad = append(v.bad, c)
+	defer func() { _ = src.Close() }()
+	have, err := r.Read()
+	if err != nil {
+		return false, err
 	}
-	if v.since >= 32<<20 {
-		v.since = 0
-		return v.emit(*v.ev)
+	l, err := r.Layout(have)
+	if err != nil {
+		return false, err
 	}
-	return nil
+	hashed, err = check.Whole(ctx, src, have.TOC, have.Place.In(r.Own()), l.Offset)
+	if wrong, ok := errors.AsType[*api.Error](err); ok && wrong.Code == api.CodeCorrupt {
+		return false, s.Quarantine(r, err)
+	}
+	return hashed, err
 }
 
-// path names a content by a path that has it.
-func (v *verifier) path(c int32) string {
-	if v.names == nil {
-		v.names = toc.NamesOf(v.toc)
+// Quarantine has nothing served from r any more, now and by a new daemon. It returns why, or what it failed of as
+// well.
+func (s *Store) Quarantine(r *Rootfs, why error) error {
+	r.Quarantine(why)
+	rec := r.Record()
+	if err := r.Save(&rec, durable.Replace); err != nil {
+		return fmt.Errorf("%w; and that cannot be noted: %w", why, err)
 	}
-	path, _ := v.names.Path(c)
-	return path
+	return why
 }

@@ -210,12 +210,16 @@ func testManifests(t *testing.T, c catalog.Catalog) {
 func testReferrers(t *testing.T, c catalog.Catalog) {
 	ctx := t.Context()
 	subject := digestOf("subject") // never pushed
+	after := digest.Digest("")
 	referrers := func(repo string, d digest.Digest, artifactType string) []string {
 		t.Helper()
-		manifests, err := c.Referrers(ctx, repo, d, artifactType)
-		check(t, err)
 		var all []string
-		for _, m := range manifests {
+		for r, err := range c.Referrers(ctx, repo, d, artifactType, after) {
+			check(t, err)
+			m, err := c.Manifest(ctx, repo, r.Digest)
+			check(t, err)
+			want := catalog.Referrer{Digest: m.Digest, MediaType: m.MediaType, ArtifactType: m.ArtifactType, Annotations: m.Annotations, Size: int64(len(m.Bytes))}
+			wantEqual(t, "a referrer", want, r)
 			all = append(all, string(m.Bytes))
 		}
 		return all
@@ -239,6 +243,21 @@ func testReferrers(t *testing.T, c catalog.Catalog) {
 	wantEqual(t, "of a type that is not there", []string(nil), referrers("r", subject, "c"))
 	wantEqual(t, "of no digest", []string(nil), referrers("r", "", ""))
 	wantEqual(t, "in another repository", []string{"elsewhere"}, referrers("s", subject, ""))
+	after = digestOf("first")
+	wantEqual(t, "after the first", []string{"second", "third"}, referrers("r", subject, ""))
+	wantEqual(t, "of one type after the first", []string{"third"}, referrers("r", subject, "a"))
+	after = digestOf("third")
+	wantEqual(t, "after the last", []string(nil), referrers("r", subject, ""))
+	after = digestOf("elsewhere")
+	wantEqual(t, "after one of another repository", []string{"first", "second", "third"}, referrers("r", subject, ""))
+	after = digestOf("other")
+	wantEqual(t, "after one of another subject", []string{"first", "second", "third"}, referrers("r", subject, ""))
+	after = ""
+	for r, err := range c.Referrers(ctx, "r", subject, "", "") {
+		check(t, err)
+		wantEqual(t, "the first of all", digestOf("first"), r.Digest)
+		break
+	}
 	check(t, c.DeleteManifest(ctx, "r", digestOf("first")))
 	wantEqual(t, "after a delete", []string{"second", "third"}, referrers("r", subject, ""))
 }

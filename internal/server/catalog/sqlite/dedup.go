@@ -298,13 +298,24 @@ func (r *layerRow) layer() catalog.Layer {
 
 // PutLayer implements catalog.Dedup.
 func (c *Catalog) PutLayer(ctx context.Context, l catalog.Layer) error {
-	_, err := c.write.ExecContext(ctx, `INSERT OR REPLACE INTO layers (`+layerColumns+`)
-		VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)`, l.Blob.String(), l.DiffID.String(), l.Entries, l.Refused, l.Size, l.Files,
-		l.Recipe.Key, l.Recipe.Digest.String(), l.Recipe.Size)
+	err := c.change(ctx, 0, func(ctx context.Context, tx *sql.Tx) ([]catalog.Change, error) {
+		return []catalog.Change{layerChange(l)}, putLayer(ctx, tx, l)
+	})
 	if err != nil {
-		return fmt.Errorf("record layer %s: %w", l.Blob, known(err))
+		return fmt.Errorf("record layer %s: %w", l.Blob, err)
 	}
 	return nil
+}
+
+func layerChange(l catalog.Layer) catalog.Change {
+	return catalog.Change{Kind: catalog.ChangedLayer, Name: l.Blob.String(), Layer: l}
+}
+
+func putLayer(ctx context.Context, tx *sql.Tx, l catalog.Layer) error {
+	_, err := tx.ExecContext(ctx, `INSERT OR REPLACE INTO layers (`+layerColumns+`)
+		VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)`, l.Blob.String(), l.DiffID.String(), l.Entries, l.Refused, l.Size, l.Files,
+		l.Recipe.Key, l.Recipe.Digest.String(), l.Recipe.Size)
+	return err
 }
 
 // Layer implements catalog.Dedup.
@@ -340,16 +351,14 @@ func (c *Catalog) Layers(ctx context.Context, blobs []digest.Digest) ([]catalog.
 
 // PutRecipe implements catalog.Dedup.
 func (c *Catalog) PutRecipe(ctx context.Context, blob digest.Digest, r catalog.Recipe) error {
-	done, err := c.write.ExecContext(ctx, `UPDATE layers SET recipe = ?, recipe_digest = ?, recipe_size = ? WHERE blob = ?`,
-		r.Key, r.Digest.String(), r.Size, blob.String())
-	if err == nil {
-		var n int64
-		if n, err = done.RowsAffected(); err == nil && n == 0 {
-			err = catalog.ErrNotFound
-		}
-	}
+	err := c.change(ctx, 0, func(ctx context.Context, tx *sql.Tx) ([]catalog.Change, error) {
+		var row layerRow
+		err := tx.QueryRowContext(ctx, `UPDATE layers SET recipe = ?, recipe_digest = ?, recipe_size = ? WHERE blob = ?
+			RETURNING `+layerColumns, r.Key, r.Digest.String(), r.Size, blob.String()).Scan(row.dest()...)
+		return []catalog.Change{layerChange(row.layer())}, err
+	})
 	if err != nil {
-		return fmt.Errorf("record recipe of layer %s: %w", blob, known(err))
+		return fmt.Errorf("record recipe of layer %s: %w", blob, err)
 	}
 	return nil
 }
@@ -381,12 +390,19 @@ func (c *Catalog) WithoutRecipe(ctx context.Context, after digest.Digest, limit 
 
 // PutRootfs implements catalog.Dedup.
 func (c *Catalog) PutRootfs(ctx context.Context, r catalog.Rootfs) error {
-	_, err := c.write.ExecContext(ctx, `INSERT OR REPLACE INTO rootfs (chain_id, toc, key, idx) VALUES (?, ?, ?, ?)`,
-		r.ChainID.String(), r.TOC.String(), r.Key, r.Index)
+	err := c.change(ctx, 0, func(ctx context.Context, tx *sql.Tx) ([]catalog.Change, error) {
+		return []catalog.Change{{Kind: catalog.ChangedRootfs, Name: r.ChainID.String(), Rootfs: r}}, putRootfs(ctx, tx, r)
+	})
 	if err != nil {
-		return fmt.Errorf("record rootfs %s: %w", r.ChainID, known(err))
+		return fmt.Errorf("record rootfs %s: %w", r.ChainID, err)
 	}
 	return nil
+}
+
+func putRootfs(ctx context.Context, tx *sql.Tx, r catalog.Rootfs) error {
+	_, err := tx.ExecContext(ctx, `INSERT OR REPLACE INTO rootfs (chain_id, toc, key, idx) VALUES (?, ?, ?, ?)`,
+		r.ChainID.String(), r.TOC.String(), r.Key, r.Index)
+	return err
 }
 
 // Rootfs implements catalog.Dedup.

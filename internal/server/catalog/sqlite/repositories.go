@@ -4,7 +4,10 @@ import (
 	"context"
 	"database/sql"
 	"encoding/json"
+	"errors"
 	"fmt"
+	"iter"
+	"math"
 	"time"
 
 	"github.com/opencontainers/go-digest"
@@ -12,31 +15,47 @@ import (
 	"hydrofoil.dev/foil/internal/server/catalog"
 )
 
-// repository returns the ID of repo, which it makes when missing.
-func repository(ctx context.Context, tx *sql.Tx, repo string) (id int64, err error) {
-	// The update that changes nothing is for RETURNING.
-	err = tx.QueryRowContext(ctx, `INSERT INTO repositories (name) VALUES (?)
-		ON CONFLICT (name) DO UPDATE SET name = name RETURNING id`, repo).Scan(&id)
-	return id, err
+// repository returns the ID of repo, which it makes when missing; made is that change then.
+func repository(ctx context.Context, tx *sql.Tx, repo string) (id int64, made []catalog.Change, err error) {
+	err = tx.QueryRowContext(ctx, `SELECT id FROM repositories WHERE name = ?`, repo).Scan(&id)
+	if !errors.Is(err, sql.ErrNoRows) {
+		return id, nil, err
+	}
+	err = tx.QueryRowContext(ctx, `INSERT INTO repositories (name) VALUES (?) RETURNING id`, repo).Scan(&id)
+	return id, []catalog.Change{{Kind: catalog.ChangedRepository, Repo: repo}}, err
 }
 
 // LinkBlob implements catalog.Repositories.
 func (c *Catalog) LinkBlob(ctx context.Context, repo string, b catalog.Blob) error {
-	err := c.update(ctx, func(tx *sql.Tx) error {
-		id, err := repository(ctx, tx, repo)
+	err := c.change(ctx, 0, func(ctx context.Context, tx *sql.Tx) ([]catalog.Change, error) {
+		id, changes, err := repository(ctx, tx, repo)
 		if err != nil {
-			return err
+			return nil, err
 		}
-		_, err = tx.ExecContext(ctx, `INSERT INTO blobs (repo, digest, size, media_type) VALUES (?, ?, ?, ?)
-			ON CONFLICT (digest, repo) DO UPDATE SET size = excluded.size,
-				media_type = iif(excluded.media_type = '', media_type, excluded.media_type)`,
-			id, b.Digest.String(), b.Size, b.MediaType)
-		return err
+		was := catalog.Blob{Digest: b.Digest}
+		err = tx.QueryRowContext(ctx, `SELECT size, media_type FROM blobs WHERE digest = ? AND repo = ?`, b.Digest.String(), id).
+			Scan(&was.Size, &was.MediaType)
+		if err == nil && b.MediaType == "" {
+			b.MediaType = was.MediaType
+		}
+		if err == nil && was == b {
+			return nil, nil
+		}
+		if err != nil && !errors.Is(err, sql.ErrNoRows) {
+			return nil, err
+		}
+		return append(changes, catalog.Change{Kind: catalog.ChangedBlob, Repo: repo, Name: b.Digest.String(), Blob: b}), putBlob(ctx, tx, id, b)
 	})
 	if err != nil {
 		return fmt.Errorf("record blob %s in %s: %w", b.Digest, repo, err)
 	}
 	return nil
+}
+
+func putBlob(ctx context.Context, tx *sql.Tx, repo int64, b catalog.Blob) error {
+	_, err := tx.ExecContext(ctx, `INSERT OR REPLACE INTO blobs (repo, digest, size, media_type) VALUES (?, ?, ?, ?)`,
+		repo, b.Digest.String(), b.Size, b.MediaType)
+	return err
 }
 
 // Blob implements catalog.Repositories.
@@ -95,51 +114,78 @@ func (c *Catalog) Holders(ctx context.Context, d digest.Digest) ([]string, error
 
 // UnlinkBlob implements catalog.Repositories.
 func (c *Catalog) UnlinkBlob(ctx context.Context, repo string, d digest.Digest) error {
-	err := affected(c.write.ExecContext(ctx, `DELETE FROM blobs
-		WHERE digest = ? AND repo = (SELECT id FROM repositories WHERE name = ?)`, d.String(), repo))
+	err := c.change(ctx, 0, func(ctx context.Context, tx *sql.Tx) ([]catalog.Change, error) {
+		gone := catalog.Change{Kind: catalog.ChangedBlob, Repo: repo, Name: d.String(), Gone: true}
+		return []catalog.Change{gone}, dropBlob(ctx, tx, repo, d.String())
+	})
 	if err != nil {
 		return fmt.Errorf("remove blob %s from %s: %w", d, repo, err)
 	}
 	return nil
 }
 
+func dropBlob(ctx context.Context, tx *sql.Tx, repo, d string) error {
+	return affected(tx.ExecContext(ctx, `DELETE FROM blobs
+		WHERE digest = ? AND repo = (SELECT id FROM repositories WHERE name = ?)`, d, repo))
+}
+
 // PutManifest implements catalog.Repositories.
 func (c *Catalog) PutManifest(ctx context.Context, repo string, m catalog.Manifest, tags ...string) error {
-	err := c.update(ctx, func(tx *sql.Tx) error {
-		id, err := repository(ctx, tx, repo)
+	err := c.change(ctx, len(m.Bytes), func(ctx context.Context, tx *sql.Tx) ([]catalog.Change, error) {
+		id, changes, err := repository(ctx, tx, repo)
 		if err != nil {
-			return err
+			return nil, err
 		}
-		var annotations []byte
-		if len(m.Annotations) > 0 {
-			if annotations, err = json.Marshal(m.Annotations); err != nil {
-				return err
-			}
+		put := m
+		var was int64
+		err = tx.QueryRowContext(ctx, `SELECT pushed FROM manifests WHERE repo = ? AND digest = ?`, id, m.Digest.String()).Scan(&was)
+		switch {
+		case err == nil:
+			put.Pushed = time.Unix(0, was)
+		case !errors.Is(err, sql.ErrNoRows):
+			return nil, err
 		}
-		_, err = tx.ExecContext(ctx, `INSERT INTO manifests
-				(repo, digest, media_type, artifact_type, subject, annotations, bytes, pushed)
-				VALUES (?, ?, ?, ?, ?, ?, ?, ?)
-			ON CONFLICT (repo, digest) DO UPDATE SET media_type = excluded.media_type,
-				artifact_type = excluded.artifact_type, subject = excluded.subject,
-				annotations = excluded.annotations, bytes = excluded.bytes`,
-			id, m.Digest.String(), m.MediaType, m.ArtifactType, m.Subject.String(), string(annotations),
-			nonNil(m.Bytes), m.Pushed.UnixNano())
-		if err != nil {
-			return err
+		changes = append(changes, catalog.Change{Kind: catalog.ChangedManifest, Repo: repo, Name: m.Digest.String(), Manifest: put})
+		if err := putManifest(ctx, tx, id, put); err != nil {
+			return nil, err
 		}
 		for _, tag := range tags {
-			_, err := tx.ExecContext(ctx, `INSERT INTO tags (repo, name, digest) VALUES (?, ?, ?)
-				ON CONFLICT (repo, name) DO UPDATE SET digest = excluded.digest`, id, tag, m.Digest.String())
-			if err != nil {
-				return err
+			changes = append(changes, catalog.Change{Kind: catalog.ChangedTag, Repo: repo, Name: tag, Target: m.Digest})
+			if err := putTag(ctx, tx, id, tag, m.Digest); err != nil {
+				return nil, err
 			}
 		}
-		return nil
+		return changes, nil
 	})
 	if err != nil {
 		return fmt.Errorf("record manifest %s in %s: %w", m.Digest, repo, err)
 	}
 	return nil
+}
+
+func putManifest(ctx context.Context, tx *sql.Tx, repo int64, m catalog.Manifest) error {
+	var annotations []byte
+	if len(m.Annotations) > 0 {
+		var err error
+		if annotations, err = json.Marshal(m.Annotations); err != nil {
+			return err
+		}
+	}
+	_, err := tx.ExecContext(ctx, `INSERT INTO manifests
+			(repo, digest, media_type, artifact_type, subject, annotations, bytes, pushed)
+			VALUES (?, ?, ?, ?, ?, ?, ?, ?)
+		ON CONFLICT (repo, digest) DO UPDATE SET media_type = excluded.media_type,
+			artifact_type = excluded.artifact_type, subject = excluded.subject,
+			annotations = excluded.annotations, bytes = excluded.bytes, pushed = excluded.pushed`,
+		repo, m.Digest.String(), m.MediaType, m.ArtifactType, m.Subject.String(), string(annotations),
+		nonNil(m.Bytes), m.Pushed.UnixNano())
+	return err
+}
+
+func putTag(ctx context.Context, tx *sql.Tx, repo int64, tag string, d digest.Digest) error {
+	_, err := tx.ExecContext(ctx, `INSERT INTO tags (repo, name, digest) VALUES (?, ?, ?)
+		ON CONFLICT (repo, name) DO UPDATE SET digest = excluded.digest`, repo, tag, d.String())
+	return err
 }
 
 // nonNil keeps an empty slice from becoming NULL.
@@ -179,15 +225,25 @@ func (c *Catalog) Manifest(ctx context.Context, repo string, d digest.Digest) (c
 
 // DeleteManifest implements catalog.Repositories.
 func (c *Catalog) DeleteManifest(ctx context.Context, repo string, d digest.Digest) error {
-	err := c.update(ctx, func(tx *sql.Tx) error {
-		err := affected(tx.ExecContext(ctx, `DELETE FROM manifests
-			WHERE repo = (SELECT id FROM repositories WHERE name = ?) AND digest = ?`, repo, d.String()))
-		if err != nil {
-			return err
+	err := c.change(ctx, 0, func(ctx context.Context, tx *sql.Tx) ([]catalog.Change, error) {
+		if err := dropManifest(ctx, tx, repo, d.String()); err != nil {
+			return nil, err
 		}
-		_, err = tx.ExecContext(ctx, `DELETE FROM tags
-			WHERE repo = (SELECT id FROM repositories WHERE name = ?) AND digest = ?`, repo, d.String())
-		return err
+		changes := []catalog.Change{{Kind: catalog.ChangedManifest, Repo: repo, Name: d.String(), Gone: true}}
+		rows, err := tx.QueryContext(ctx, `DELETE FROM tags
+			WHERE repo = (SELECT id FROM repositories WHERE name = ?) AND digest = ? RETURNING name`, repo, d.String())
+		if err != nil {
+			return nil, err
+		}
+		defer rows.Close()
+		for rows.Next() {
+			tag := catalog.Change{Kind: catalog.ChangedTag, Repo: repo, Gone: true}
+			if err := rows.Scan(&tag.Name); err != nil {
+				return nil, err
+			}
+			changes = append(changes, tag)
+		}
+		return changes, rows.Err()
 	})
 	if err != nil {
 		return fmt.Errorf("delete manifest %s from %s: %w", d, repo, err)
@@ -195,33 +251,56 @@ func (c *Catalog) DeleteManifest(ctx context.Context, repo string, d digest.Dige
 	return nil
 }
 
-// Referrers implements catalog.Repositories.
-func (c *Catalog) Referrers(ctx context.Context, repo string, d digest.Digest, artifactType string) ([]catalog.Manifest, error) {
-	manifests, err := c.referrers(ctx, repo, d, artifactType)
-	if err != nil {
-		return nil, fmt.Errorf("referrers of %s in %s: %w", d, repo, err)
-	}
-	return manifests, nil
+func dropManifest(ctx context.Context, tx *sql.Tx, repo, d string) error {
+	return affected(tx.ExecContext(ctx, `DELETE FROM manifests
+		WHERE repo = (SELECT id FROM repositories WHERE name = ?) AND digest = ?`, repo, d))
 }
 
-func (c *Catalog) referrers(ctx context.Context, repo string, d digest.Digest, artifactType string) ([]catalog.Manifest, error) {
-	rows, err := c.read.QueryContext(ctx, `SELECT `+manifestColumns+` FROM manifests
+// Referrers implements catalog.Repositories.
+func (c *Catalog) Referrers(ctx context.Context, repo string, d digest.Digest, artifactType string, after digest.Digest) iter.Seq2[catalog.Referrer, error] {
+	return func(yield func(catalog.Referrer, error) bool) {
+		if err := c.referrers(ctx, repo, d, artifactType, after, func(r catalog.Referrer) bool { return yield(r, nil) }); err != nil {
+			yield(catalog.Referrer{}, fmt.Errorf("referrers of %s in %s: %w", d, repo, err))
+		}
+	}
+}
+
+// referrers calls fn until it returns false. The size of a manifest is known without reading it.
+func (c *Catalog) referrers(ctx context.Context, repo string, d digest.Digest, artifactType string, after digest.Digest, fn func(catalog.Referrer) bool) error {
+	pushed, id := int64(math.MinInt64), int64(0)
+	if after != "" {
+		err := c.read.QueryRowContext(ctx, `SELECT pushed, id FROM manifests
+			WHERE repo = (SELECT id FROM repositories WHERE name = ?) AND digest = ? AND subject = ?`, repo, after.String(), d.String()).Scan(&pushed, &id)
+		if err != nil && !errors.Is(err, sql.ErrNoRows) {
+			return err
+		}
+	}
+	rows, err := c.read.QueryContext(ctx, `SELECT digest, media_type, artifact_type, annotations, length(bytes) FROM manifests
 		WHERE repo = (SELECT id FROM repositories WHERE name = ?1) AND subject = ?2 AND subject <> ''
-			AND (?3 = '' OR artifact_type = ?3)
-		ORDER BY pushed, id`, repo, d.String(), artifactType)
+			AND (?3 = '' OR artifact_type = ?3) AND (pushed, id) > (?4, ?5)
+		ORDER BY pushed, id`, repo, d.String(), artifactType, pushed, id)
 	if err != nil {
-		return nil, err
+		return err
 	}
 	defer rows.Close()
-	var manifests []catalog.Manifest
 	for rows.Next() {
-		m, err := scanManifest(rows.Scan)
-		if err != nil {
-			return nil, err
+		var r catalog.Referrer
+		var name string
+		var annotations []byte
+		if err := rows.Scan(&name, &r.MediaType, &r.ArtifactType, &annotations, &r.Size); err != nil {
+			return err
 		}
-		manifests = append(manifests, m)
+		r.Digest = digest.Digest(name)
+		if len(annotations) > 0 {
+			if err := json.Unmarshal(annotations, &r.Annotations); err != nil {
+				return fmt.Errorf("annotations of manifest %s: %w", name, err)
+			}
+		}
+		if !fn(r) {
+			return nil
+		}
 	}
-	return manifests, rows.Err()
+	return rows.Err()
 }
 
 // Tag implements catalog.Repositories.
@@ -236,12 +315,19 @@ func (c *Catalog) Tag(ctx context.Context, repo, tag string) (digest.Digest, err
 
 // DeleteTag implements catalog.Repositories.
 func (c *Catalog) DeleteTag(ctx context.Context, repo, tag string) error {
-	err := affected(c.write.ExecContext(ctx, `DELETE FROM tags
-		WHERE repo = (SELECT id FROM repositories WHERE name = ?) AND name = ?`, repo, tag))
+	err := c.change(ctx, 0, func(ctx context.Context, tx *sql.Tx) ([]catalog.Change, error) {
+		gone := catalog.Change{Kind: catalog.ChangedTag, Repo: repo, Name: tag, Gone: true}
+		return []catalog.Change{gone}, dropTag(ctx, tx, repo, tag)
+	})
 	if err != nil {
 		return fmt.Errorf("delete tag %s:%s: %w", repo, tag, err)
 	}
 	return nil
+}
+
+func dropTag(ctx context.Context, tx *sql.Tx, repo, tag string) error {
+	return affected(tx.ExecContext(ctx, `DELETE FROM tags
+		WHERE repo = (SELECT id FROM repositories WHERE name = ?) AND name = ?`, repo, tag))
 }
 
 // Tags implements catalog.Repositories.

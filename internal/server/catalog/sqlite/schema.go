@@ -125,6 +125,18 @@ var migrations = []string{
 	ALTER TABLE layers ADD COLUMN recipe_size   INTEGER NOT NULL DEFAULT 0;
 	CREATE INDEX layers_without_recipe ON layers (blob) WHERE recipe = '' AND refused = '';
 	`,
+	`
+	-- One row: how far the catalog is with its log, and the log with what is older.
+	CREATE TABLE log (
+		id       INTEGER PRIMARY KEY CHECK (id = 1),
+		applied  INTEGER NOT NULL,
+		reserved INTEGER NOT NULL,
+		stage    INTEGER NOT NULL, -- which table is being logged; past the last one: all is
+		after_id   INTEGER NOT NULL, -- the last row that was
+		after_name TEXT    NOT NULL
+	) STRICT;
+	INSERT INTO log VALUES (1, 0, 0, 0, 0, '');
+	`,
 }
 
 // migrate brings the database to the newest version.

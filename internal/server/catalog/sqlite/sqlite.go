@@ -2,7 +2,8 @@
 //
 // The file is in WAL mode with synchronous=FULL: every transaction is on disk
 // before its method returns. One connection writes; readers have their own and
-// never wait for it. One server uses the file at a time, though SQLite's locks
+// never wait for it. Changes of what a log takes (catalog.Logged) are made together, those that
+// wait at the same time in one transaction. One server uses the file at a time, though SQLite's locks
 // would keep two from harming it.
 package sqlite
 
@@ -14,6 +15,7 @@ import (
 	"fmt"
 	"net/url"
 	"path/filepath"
+	"sync"
 
 	"github.com/opencontainers/go-digest"
 	"golang.org/x/sys/unix"
@@ -29,6 +31,9 @@ type Catalog struct {
 	write *sql.DB // one connection; transactions begin with the write lock
 	read  *sql.DB
 	ask   statements
+
+	l       logging // its requests apart, the changer's
+	closing sync.Once
 }
 
 // statements are what each pull asks for, compiled when the catalog is opened: the first
@@ -109,13 +114,16 @@ func (c *Catalog) listed(ctx context.Context, stmt *sql.Stmt, ds []digest.Digest
 	return rows.Err()
 }
 
-var _ catalog.Catalog = (*Catalog)(nil)
+var (
+	_ catalog.Catalog = (*Catalog)(nil)
+	_ catalog.Logged  = (*Catalog)(nil)
+)
 
 // Open opens the catalog in the file at path, which is made when missing.
 func Open(ctx context.Context, path string) (*Catalog, error) {
 	c, err := open(ctx, path)
 	if err != nil {
-		return nil, fmt.Errorf("open catalog %s: %w", path, err)
+		return nil, fmt.Errorf("open catalog %s: %w", path, known(err))
 	}
 	return c, nil
 }
@@ -163,11 +171,17 @@ func open(ctx context.Context, path string) (_ *Catalog, err error) {
 	if err := c.prepare(ctx); err != nil {
 		return nil, err
 	}
+	c.l = newLogging()
+	go c.changer() // Close waits for it
 	return c, nil
 }
 
 // Close implements catalog.Catalog.
 func (c *Catalog) Close() error {
+	if c.l.closing != nil { // it was opened
+		c.closing.Do(func() { close(c.l.closing) })
+		<-c.l.stopped
+	}
 	var errs []error
 	for _, db := range []*sql.DB{c.read, c.write} { // the writer last: it checkpoints
 		if db != nil {
@@ -202,7 +216,22 @@ func known(err error) error {
 	if e := new(sqlite3.Error); errors.As(err, &e) && e.Code()&0xff == codes.SQLITE_FULL {
 		return fmt.Errorf("%w (%w)", unix.ENOSPC, err)
 	}
+	if e := new(sqlite3.Error); errors.As(err, &e) && (e.Code()&0xff == codes.SQLITE_CORRUPT || e.Code()&0xff == codes.SQLITE_NOTADB) {
+		return fmt.Errorf("%w (%w)", catalog.ErrDamaged, err)
+	}
 	return err
+}
+
+// Check reads all of the catalog, and compares what is in it twice. Errors: catalog.ErrDamaged.
+func (c *Catalog) Check(ctx context.Context) error {
+	found, err := c.strings(ctx, `PRAGMA integrity_check(3)`)
+	if err = known(err); err == nil && (len(found) != 1 || found[0] != "ok") {
+		err = fmt.Errorf("%w: %q", catalog.ErrDamaged, found)
+	}
+	if err != nil {
+		return fmt.Errorf("check the catalog: %w", err)
+	}
+	return nil
 }
 
 // affected is catalog.ErrNotFound when a statement changed nothing.

@@ -111,7 +111,7 @@ func TestLayersOfOldCatalogs(t *testing.T) {
 	}
 	for _, statement := range []string{
 		`DROP INDEX layers_without_recipe`, `ALTER TABLE layers DROP COLUMN recipe`, `ALTER TABLE layers DROP COLUMN recipe_digest`,
-		`ALTER TABLE layers DROP COLUMN recipe_size`, `PRAGMA user_version = 2`,
+		`ALTER TABLE layers DROP COLUMN recipe_size`, `DROP TABLE log`, `PRAGMA user_version = 2`,
 	} {
 		if _, err := db.Exec(statement); err != nil {
 			t.Fatalf("%s: %v", statement, err)

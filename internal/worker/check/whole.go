@@ -1,4 +1,4 @@
-package store
+package check
 
 import (
 	"context"
@@ -7,9 +7,9 @@ import (
 	"hash"
 	"io"
 
-	"hydrofoil.dev/foil/internal/durable"
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/format/toc"
+	"hydrofoil.dev/foil/internal/kernel"
 	"hydrofoil.dev/foil/internal/worker/api"
 	"hydrofoil.dev/foil/internal/worker/contents"
 )
@@ -18,33 +18,24 @@ import (
 // petabytes of them. A rootfs with more lends only what is one segment.
 const mostHoles = 64 << 30
 
-// hash hashes the contents in r's own arena that are not one segment with the content's ID: their segments were
-// verified each for itself, and nothing has said yet that together they are the content. hashed is false when
-// some were left out. A content that is not what its ID says has r quarantined.
+// Whole hashes contents that are not one segment with the content's ID: their segments were verified each for itself,
+// and nothing has said yet that together they are the content. here are the contents that lie in src, offset their
+// places, in bytes. hashed is false when some were left out.
 //
-// Errors: api.CodeCorrupt for such a content; those of reading.
-func (s *Store) hash(ctx context.Context, r *Rootfs) (hashed bool, err error) {
-	src := r.Contents()
-	if src == nil || r.Own() < 0 {
-		return src != nil, nil
-	}
-	defer func() { _ = src.Close() }()
-	have, err := r.Read()
-	if err != nil {
-		return false, err
-	}
-	l, err := r.Layout(have)
-	if err != nil {
-		return false, err
-	}
-	t, holes := have.TOC, int64(mostHoles)
-	hashed = true
+// Errors: api.CodeCorrupt for a content that is not what its ID says; those of reading.
+func Whole(ctx context.Context, src io.ReaderAt, t *toc.TOC, here []int32, offset func(c int) (off int64, ok bool)) (hashed bool, err error) {
+	// Nobody waits for it: what it reads is here, and can be used.
+	priority := kernel.OwnPriority()
+	defer priority.End()
+	priority.SetLow(true)
 	var h contentHash
-	for _, c := range have.Place.In(r.Own()) {
+	holes := int64(mostHoles)
+	hashed = true
+	for _, c := range here {
 		if !contents.IsComposed(t, int(c)) {
 			continue
 		}
-		off, ok := l.Offset(int(c))
+		off, ok := offset(int(c))
 		if !ok {
 			return false, fmt.Errorf("its arena has no place for content %s", t.Contents[c].ID)
 		}
@@ -65,22 +56,10 @@ func (s *Store) hash(ctx context.Context, r *Rootfs) (hashed bool, err error) {
 			return false, err
 		}
 		if got != content.ID {
-			err := api.Errorf(api.CodeCorrupt, "content %s was hashed whole, and is %s: the server named it falsely; nothing of it is used for other images. Remove the image with `foil rm`, and ask who runs its registry", content.ID, got)
-			return false, s.Quarantine(r, err)
+			return false, api.Errorf(api.CodeCorrupt, "content %s was hashed whole, and is %s: the server named it falsely; nothing of it is used for other images. Remove the image with `foil rm`, and ask who runs its registry", content.ID, got)
 		}
 	}
 	return hashed, nil
-}
-
-// Quarantine has nothing served from r any more, now and by a new daemon. It returns why, or what it failed of as
-// well.
-func (s *Store) Quarantine(r *Rootfs, why error) error {
-	r.Quarantine(why)
-	rec := r.Record()
-	if err := r.Save(&rec, durable.Replace); err != nil {
-		return fmt.Errorf("%w; and that cannot be noted: %w", why, err)
-	}
-	return why
 }
 
 // contentHash hashes contents, one after the other.

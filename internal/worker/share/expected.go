@@ -1,4 +1,4 @@
-package store
+package share
 
 import (
 	"context"
@@ -9,15 +9,16 @@ import (
 	"hydrofoil.dev/foil/internal/worker/contents"
 	"hydrofoil.dev/foil/internal/worker/locks"
 	"hydrofoil.dev/foil/internal/worker/rootfs"
+	"hydrofoil.dev/foil/internal/worker/store"
 )
 
-// Expected are segments that a rootfs lacks, and that lie, or will lie, in the arena of
+// expected are segments that a rootfs lacks, and that lie, or will lie, in the arena of
 // another one that is being filled. They are copied when they are there. Each is
 // compared with the digest that its own rootfs's TOC gives, as if it came from a server:
 // what the other arena holds is never believed.
-type Expected struct {
+type expected struct {
 	to   *arena.Arena
-	from *Rootfs
+	from *store.Rootfs
 	// filled is the arena of from; nil: it is complete.
 	filled *arena.Arena
 	src    *rootfs.Contents
@@ -32,39 +33,17 @@ type piece struct {
 	off     int64 // in the other
 }
 
-// Expect finds which of r's absent segments the arena of from has a place for, and has leases
-// keep that. It returns nil when there are none, and for rootfs of two origins.
-func (s *Store) Expect(r, from *Rootfs, absent []int, leases *Leases) *Expected {
-	a := r.Arena()
-	if a == nil || r == from || len(absent) == 0 || !s.mayServe(from, r.Origin()) {
-		return nil
-	}
-	s.mu.Lock()
-	here := s.rootfs[from.Key()] == from
-	if here {
-		leases.Take(from)
-	}
-	s.mu.Unlock()
-	if !here || from.Broken() != nil {
-		return nil
-	}
-	src := from.Contents()
-	if src == nil {
-		return nil
-	}
-	if _, err := src.File(); err != nil { // before several goroutines read
-		return nil
-	}
-	l := a.Layout()
-	want, id := sorted32(l, absent)
-	e := &Expected{to: a, from: from, filled: from.Arena(), src: src}
-	src.List.Join(want, id, func(i int32, off int64, _ contents.Kind) {
+// expect finds which of the absent segments of to the arena of from has a place for. src are the contents of from,
+// which leases keep. It returns nil when there are none.
+func expect(to *arena.Arena, from *store.Rootfs, src *rootfs.Contents, absent []int) *expected {
+	want, id, length := to.Layout().ByID(absent)
+	e := &expected{to: to, from: from, filled: from.Arena(), src: src}
+	src.List.Join(want, id, length, func(i int32, off int64, _ contents.Kind) {
 		if n := len(e.left); n == 0 || e.left[n-1].segment != int(i) { // one place is enough
 			e.left = append(e.left, piece{int(i), off})
 		}
 	})
 	if len(e.left) == 0 {
-		_ = src.Close()
 		return nil
 	}
 	slices.SortFunc(e.left, func(x, y piece) int { return x.segment - y.segment })
@@ -72,7 +51,7 @@ func (s *Store) Expect(r, from *Rootfs, absent []int, leases *Leases) *Expected 
 }
 
 // Segments are those that have not come, ascending.
-func (e *Expected) Segments() []int {
+func (e *expected) Segments() []int {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	list := make([]int, len(e.left))
@@ -83,10 +62,10 @@ func (e *Expected) Segments() []int {
 }
 
 // Length returns the bytes of a segment.
-func (e *Expected) Length(segment int) int64 { return int64(e.to.Layout().Segment(segment).Length) }
+func (e *expected) Length(segment int) int64 { return int64(e.to.Layout().Segment(segment).Length) }
 
 // There returns which segments of the arena that is being filled have some of these, in their order.
-func (e *Expected) There(segments []int) (list []int) {
+func (e *expected) There(segments []int) (list []int) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if e.filled == nil {
@@ -104,13 +83,13 @@ func (e *Expected) There(segments []int) (list []int) {
 }
 
 // find returns where segment i is in left. mu is held.
-func (e *Expected) find(i int) (k int, ok bool) {
+func (e *expected) find(i int) (k int, ok bool) {
 	return slices.BinarySearchFunc(e.left, i, func(p piece, i int) int { return p.segment - i })
 }
 
 // Filled is how many bytes have been written to the other arena: as long as that grows, what
 // is expected may come.
-func (e *Expected) Filled() int64 {
+func (e *expected) Filled() int64 {
 	if e.filled == nil {
 		return 0
 	}
@@ -119,7 +98,7 @@ func (e *Expected) Filled() int64 {
 
 // Copy copies what is in the other arena by now. An error says that nothing more should be
 // expected of that.
-func (e *Expected) Copy(ctx context.Context) (copied int64, err error) {
+func (e *expected) Copy(ctx context.Context) (copied int64, err error) {
 	e.mu.Lock()
 	left := slices.Clone(e.left)
 	e.mu.Unlock()
@@ -135,7 +114,7 @@ func (e *Expected) Copy(ctx context.Context) (copied int64, err error) {
 		if buf == nil {
 			buf = make([]byte, segment.MaxLength)
 		}
-		if err = copyTo(e.src, e.to, p.segment, p.off, buf); err == nil {
+		if err = e.src.CopySegment(e.to, p.segment, p.off, buf); err == nil {
 			copied += n
 		}
 		return err == nil
@@ -147,7 +126,7 @@ func (e *Expected) Copy(ctx context.Context) (copied int64, err error) {
 }
 
 // Bring has segment i, if it is expected, come soon in the other arena, and copies it.
-func (e *Expected) Bring(ctx context.Context, i int) error {
+func (e *expected) Bring(ctx context.Context, i int) error {
 	e.mu.Lock()
 	k, ok := e.find(i)
 	var p piece
@@ -162,8 +141,8 @@ func (e *Expected) Bring(ctx context.Context, i int) error {
 	if err := e.from.Await(ctx, p.off, n); err != nil {
 		return err
 	}
-	return copyTo(e.src, e.to, i, p.off, make([]byte, n))
+	return e.src.CopySegment(e.to, i, p.off, make([]byte, n))
 }
 
 // Close ends the use of the other arena. Nothing is copied any more.
-func (e *Expected) Close() { _ = e.src.Close() }
+func (e *expected) Close() { _ = e.src.Close() }

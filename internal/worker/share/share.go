@@ -1,9 +1,20 @@
-package pull
+// Package share has contents that several running pulls of one worker want, of one server, come once.
+//
+// A pull that begins while others run has its server wait before it sends what is planned
+// (fetch.Options.Elsewhere). It looks at the pulls that began earlier, and has the server skip what lies in their
+// arenas, or will. It copies that when it is there, and compares it with its own TOC. A read that needs some of it
+// has it come soon in the other pull; so has a service that is about to start what its own plan begins with. While
+// a service starts on an image of an earlier one, the rest waits: the start has the line.
+//
+// Only earlier pulls count, so that none waits for itself. One that fails, is stopped, brings nothing for a while,
+// or has wrong bytes, is dropped: the server is asked for what it was to bring, and nothing is expected of it any
+// more.
+package share
 
 import (
-	"cmp"
 	"context"
 	"errors"
+	"log/slog"
 	"slices"
 	"sync"
 	"time"
@@ -14,16 +25,6 @@ import (
 	"hydrofoil.dev/foil/internal/worker/store"
 )
 
-// What several pulls want of one server comes once. A pull that begins while others run has its server
-// wait before it sends what is planned (fetch.Options.Elsewhere). It looks at the pulls that began
-// earlier, and has the server skip what lies in their arenas, or will. It copies that when it is
-// there, and compares it with its own TOC. A read that needs some of it has it come soon in the other
-// pull; so has a service that is about to start what its own plan begins with. While a service starts on an
-// image of an earlier one, the rest waits: the start has the line.
-//
-// Only earlier pulls count, so that none waits for itself. One that fails, is stopped, brings nothing
-// for a while, or has wrong bytes, is dropped: the server is asked for what it was to
-// bring, and nothing is expected of it any more.
 const (
 	// placedWithin is how long a pull waits for earlier ones to lay out their arenas.
 	placedWithin = time.Second
@@ -32,16 +33,47 @@ const (
 	yieldWithin = 8 * time.Second
 	// lookEvery is how often a pull looks at what others have brought.
 	lookEvery = 100 * time.Millisecond
-	// stalled is how long another pull may bring nothing.
-	stalled = 5 * time.Second
 	// frontBytes is how much of its plan, bytes of contents, a pull has come early in the others for a service that
 	// is about to start: about what the server ranks because programs are linked with it.
 	frontBytes = 8 << 20
 )
 
-// shares are the contents of a pull that others bring.
-type shares struct {
-	p    *Pull
+// Pull is a pull of this worker.
+type Pull interface {
+	store.Filler
+	// Ref is what it pulls.
+	Ref() string
+	// Placed is closed when Rootfs is known, or never will be.
+	Placed() <-chan struct{}
+	// Rootfs returns what it fills, or nil.
+	Rootfs() *store.Rootfs
+	// Server returns who is asked.
+	Server() string
+	// Stream returns what comes from there, or nil; Held reports whether it brings nothing because a service starts.
+	Stream() *fetch.Pull
+	Held() bool
+	// Ended reports whether nothing more comes by it, HasFailed whether it has failed, or is about to say so.
+	Ended() bool
+	HasFailed() bool
+	// Begun is when it began. For as long as Hold from then on a service starts on its image and has the
+	// line; 0: none is about to.
+	Begun() time.Time
+	Hold() time.Duration
+}
+
+// Options are what Contents need.
+type Options struct {
+	Own     Pull
+	Earlier func() []Pull // those of the same registry that run, and began before Own, the first one first
+	Store   *store.Store
+	Stalled time.Duration     // how long another pull may bring nothing
+	Copied  func(bytes int64) // called with what was had of others
+	Logger  *slog.Logger
+}
+
+// Contents are those of a pull that others bring.
+type Contents struct {
+	Options
 	ctx  context.Context
 	stop context.CancelFunc // ends ctx
 	work sync.WaitGroup     // look, and reads that wait for others
@@ -49,17 +81,24 @@ type shares struct {
 	mu      locks.Mutex[locks.Leaf]
 	over    bool          // nothing is begun any more
 	looking bool          // look runs
-	others  []*Pull       // that ran, and had begun earlier, when the last stream began
+	others  []Pull        // that ran, and had begun earlier, when the last stream began
 	list    []*share      // what is expected of them
-	dropped []*Pull       // of which nothing is expected any more
-	fresh   bool          // one was dropped since await returned
+	dropped []Pull        // of which nothing is expected any more
+	fresh   bool          // one was dropped since Await returned
 	looked  chan struct{} // closed, and made anew, when look has looked at all
+}
+
+// New returns the Contents of a pull that lasts as long as ctx. End them.
+func New(ctx context.Context, o Options) *Contents {
+	x := &Contents{Options: o, looked: make(chan struct{})}
+	x.ctx, x.stop = context.WithCancel(ctx)
+	return x
 }
 
 // share is what one other pull brings.
 type share struct {
-	*store.Expected
-	by     *Pull
+	*expected
+	by     Pull
 	leases store.Leases // keep what the other one fills
 
 	// of look
@@ -78,13 +117,8 @@ var (
 	errStalled = errors.New("it brings nothing")
 )
 
-func (x *shares) init(p *Pull) {
-	x.p, x.looked = p, make(chan struct{})
-	x.ctx, x.stop = context.WithCancel(p.ctx)
-}
-
-// end ends all of it.
-func (x *shares) end() {
+// End ends all of it.
+func (x *Contents) End() {
 	x.mu.Lock()
 	x.over = true
 	x.mu.Unlock()
@@ -99,24 +133,13 @@ func (x *shares) end() {
 	}
 }
 
-// earlier returns the pulls of the same registry that run, and began before p, the first one first.
-func (s *Puller) earlier(p *Pull) (list []*Pull) {
-	for _, o := range s.List() {
-		if o.number < p.number && o.ref.Host == p.ref.Host && !o.Ended() {
-			list = append(list, o)
-		}
-	}
-	slices.SortFunc(list, func(a, b *Pull) int { return cmp.Compare(a.number, b.number) })
-	return list
-}
-
-// begin returns fetch's Options.Elsewhere for a stream that begins; nil when nothing can be expected of
+// Begin returns fetch's Options.Elsewhere for a stream that begins; nil when nothing can be expected of
 // other pulls.
-func (x *shares) begin() func(ctx context.Context, absent []int) []int {
-	others := x.p.s.earlier(x.p)
+func (x *Contents) Begin() func(ctx context.Context, absent []int) []int {
+	others := x.Earlier()
 	x.mu.Lock()
 	defer x.mu.Unlock()
-	x.others = slices.DeleteFunc(others, func(o *Pull) bool { return slices.Contains(x.dropped, o) })
+	x.others = slices.DeleteFunc(others, func(o Pull) bool { return slices.Contains(x.dropped, o) })
 	if len(x.others)+len(x.list) == 0 {
 		return nil
 	}
@@ -124,7 +147,7 @@ func (x *shares) begin() func(ctx context.Context, absent []int) []int {
 }
 
 // expect returns which of the absent segments, which are in the order of the plan, others bring.
-func (x *shares) expect(ctx context.Context, planned []int) []int {
+func (x *Contents) expect(ctx context.Context, planned []int) []int {
 	x.mu.Lock()
 	others, list := slices.Clone(x.others), slices.Clone(x.list)
 	x.mu.Unlock()
@@ -137,7 +160,7 @@ func (x *shares) expect(ctx context.Context, planned []int) []int {
 	defer timer.Stop()
 	for _, o := range others {
 		select {
-		case <-o.placed:
+		case <-o.Placed():
 		case <-timer.C:
 			timer.Reset(0) // nor for those after it
 		case <-ctx.Done():
@@ -152,7 +175,7 @@ func (x *shares) expect(ctx context.Context, planned []int) []int {
 			one.close()
 			continue
 		}
-		x.p.s.log.Info("another pull brings contents of this image", "ref", x.p.ref.Name, "by", o.ref.Name, "segments", len(segments))
+		x.Logger.Info("another pull brings contents of this image", "ref", x.Own.Ref(), "by", o.Ref(), "segments", len(segments))
 		x.hurry(one, planned)
 		rest = without(rest, segments)
 	}
@@ -161,8 +184,8 @@ func (x *shares) expect(ctx context.Context, planned []int) []int {
 }
 
 // hurry has another pull bring early what the plan begins with, if a service is about to start.
-func (x *shares) hurry(one *share, planned []int) {
-	if x.p.start.Hold() == 0 {
+func (x *Contents) hurry(one *share, planned []int) {
+	if x.Own.Hold() == 0 {
 		return
 	}
 	front := int64(0)
@@ -173,26 +196,22 @@ func (x *shares) hurry(one *share, planned []int) {
 	if end < 0 {
 		end = len(planned)
 	}
-	o := one.by
-	o.mu.Lock()
-	f := o.stream
-	o.mu.Unlock()
-	if f != nil {
+	if f := one.by.Stream(); f != nil {
 		f.Hurry(one.There(planned[:end]))
 	}
 }
 
 // yield waits while a service starts on the image of another pull, unless one is about to start on this
 // image, too: the start has the line for itself.
-func (x *shares) yield(ctx context.Context, others []*Pull) {
-	starts := func(o *Pull) bool {
-		return !o.Ended() && time.Since(o.begun) < o.start.Hold()
+func (x *Contents) yield(ctx context.Context, others []Pull) {
+	starts := func(o Pull) bool {
+		return !o.Ended() && time.Since(o.Begun()) < o.Hold()
 	}
 	over := time.NewTimer(yieldWithin)
 	defer over.Stop()
 	tick := time.NewTicker(lookEvery)
 	defer tick.Stop()
-	for x.p.start.Hold() == 0 && slices.ContainsFunc(others, starts) {
+	for x.Own.Hold() == 0 && slices.ContainsFunc(others, starts) {
 		select {
 		case <-tick.C:
 		case <-over.C:
@@ -212,18 +231,23 @@ func without(list, some []int) []int {
 }
 
 // expectOf returns what of the absent segments another pull brings, or nil.
-func (x *shares) expectOf(o *Pull, absent []int) *share {
-	x.p.mu.Lock()
-	own, server := x.p.rootfs, x.p.server
-	x.p.mu.Unlock()
-	o.mu.Lock()
-	r, same := o.rootfs, o.server == server
-	o.mu.Unlock()
-	if own == nil || r == nil || !same || !r.Complete() && (o.hasFailed() || r.Filler() != store.Filler(o)) {
+func (x *Contents) expectOf(o Pull, absent []int) *share {
+	own, r := x.Own.Rootfs(), o.Rootfs()
+	if own == nil || r == nil || o.Server() != x.Own.Server() || !r.Complete() && (o.HasFailed() || r.Filler() != store.Filler(o)) {
+		return nil
+	}
+	a := own.Arena()
+	if a == nil || len(absent) == 0 {
 		return nil
 	}
 	one := &share{by: o, since: time.Now()}
-	if one.Expected = x.p.s.store.Expect(own, r, absent, &one.leases); one.Expected == nil {
+	src := x.Store.Lender(r, own, &one.leases)
+	if src == nil {
+		one.leases.End()
+		return nil
+	}
+	if one.expected = expect(a, r, src, absent); one.expected == nil {
+		_ = src.Close()
 		one.leases.End()
 		return nil
 	}
@@ -231,7 +255,7 @@ func (x *shares) expectOf(o *Pull, absent []int) *share {
 }
 
 // add notes what another pull brings, unless nothing is expected of that one, or of any.
-func (x *shares) add(one *share) bool {
+func (x *Contents) add(one *share) bool {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	if x.over || slices.Contains(x.dropped, one.by) {
@@ -246,7 +270,7 @@ func (x *shares) add(one *share) bool {
 }
 
 // look copies what others have brought, until nothing is expected of them.
-func (x *shares) look() {
+func (x *Contents) look() {
 	tick := time.NewTicker(lookEvery)
 	defer tick.Stop()
 	for {
@@ -271,12 +295,12 @@ func (x *shares) look() {
 }
 
 // lookAt copies what one other pull has brought, and drops it if it brings no more.
-func (x *shares) lookAt(one *share) {
-	ended := one.by.hasFailed() || one.by.Ended() // before what it brought is copied
+func (x *Contents) lookAt(one *share) {
+	ended := one.by.HasFailed() || one.by.Ended() // before what it brought is copied
 	copied, err := one.Copy(x.ctx)
-	x.p.s.metrics.copied(copied)
+	x.Copied(copied)
 	filled, now := one.Filled(), time.Now()
-	if filled > one.filled || one.by.held() {
+	if filled > one.filled || one.by.Held() {
 		one.filled, one.since = filled, now
 	}
 	switch {
@@ -287,21 +311,13 @@ func (x *shares) lookAt(one *share) {
 		x.remove(one)
 	case ended:
 		x.drop(one, errEnded)
-	case now.Sub(one.since) >= x.p.s.opts.Stalled:
+	case now.Sub(one.since) >= x.Stalled:
 		x.drop(one, errStalled)
 	}
 }
 
-// held reports whether p's stream brings nothing because a service starts.
-func (p *Pull) held() bool {
-	p.mu.Lock()
-	f := p.stream
-	p.mu.Unlock()
-	return f != nil && f.Held()
-}
-
 // remove ends what is expected of another pull. It reports whether anything was.
-func (x *shares) remove(one *share) bool {
+func (x *Contents) remove(one *share) bool {
 	x.mu.Lock()
 	k := slices.Index(x.list, one)
 	if k >= 0 {
@@ -315,7 +331,7 @@ func (x *shares) remove(one *share) bool {
 }
 
 // drop has what was expected of another pull come from the server, and expects nothing more of that one.
-func (x *shares) drop(one *share, why error) {
+func (x *Contents) drop(one *share, why error) {
 	segments := one.Segments()
 	x.mu.Lock()
 	if slices.Contains(x.list, one) {
@@ -325,20 +341,16 @@ func (x *shares) drop(one *share, why error) {
 	if !x.remove(one) {
 		return
 	}
-	p := x.p
-	p.s.log.Warn("another pull does not bring what this one expects; asking for it", "ref", p.ref.Name, "by", one.by.ref.Name, "segments", len(segments), "error", why)
-	p.mu.Lock()
-	f := p.stream
-	p.mu.Unlock()
-	if f != nil {
+	x.Logger.Warn("another pull does not bring what this one expects; asking for it", "ref", x.Own.Ref(), "by", one.by.Ref(), "segments", len(segments), "error", why)
+	if f := x.Own.Stream(); f != nil {
 		f.Bring(segments)
 	}
-	p.s.store.Collect() // what the other one filled may have been removed
+	x.Store.Collect() // what the other one filled may have been removed
 }
 
-// await waits, after the last stream, until all that others bring is here, or something is absent
+// Await waits, after the last stream, until all that others bring is here, or something is absent
 // that none of them brings. It reports whether one was dropped since it returned last.
-func (x *shares) await(a *arena.Arena) (dropped bool) {
+func (x *Contents) Await(a *arena.Arena) (dropped bool) {
 	for {
 		x.mu.Lock()
 		list, looked := slices.Clone(x.list), x.looked
@@ -361,7 +373,7 @@ func (x *shares) await(a *arena.Arena) (dropped bool) {
 }
 
 // bring has what a read lacks come soon, where it is expected of others, until stop is called.
-func (x *shares) bring(ctx context.Context, a *arena.Arena, off, n int64) (stop func()) {
+func (x *Contents) bring(ctx context.Context, a *arena.Arena, off, n int64) (stop func()) {
 	x.mu.Lock()
 	list := slices.Clone(x.list)
 	x.mu.Unlock()
@@ -386,7 +398,7 @@ func (x *shares) bring(ctx context.Context, a *arena.Arena, off, n int64) (stop 
 }
 
 // goes runs fn, which ends with x.ctx.
-func (x *shares) goes(fn func()) {
+func (x *Contents) goes(fn func()) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	if !x.over {
@@ -394,14 +406,16 @@ func (x *shares) goes(fn func()) {
 	}
 }
 
-// sharing is the store.Source of a pull of whose contents others bring some.
-type sharing struct {
+// Source returns the store.Source of a stream, and of what others bring.
+func (x *Contents) Source(stream *fetch.Pull) store.Source { return &source{stream, x} }
+
+type source struct {
 	*fetch.Pull
-	shares *shares
+	of *Contents
 }
 
 // Need implements store.Source. The stream, too, asks for what others do not bring in time.
-func (v *sharing) Need(ctx context.Context, a *arena.Arena, off, n int64) error {
-	defer v.shares.bring(ctx, a, off, n)()
+func (v *source) Need(ctx context.Context, a *arena.Arena, off, n int64) error {
+	defer v.of.bring(ctx, a, off, n)()
 	return v.Pull.Need(ctx, a, off, n)
 }

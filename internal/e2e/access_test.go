@@ -1,0 +1,111 @@
+package e2e
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+	"golang.org/x/crypto/bcrypt"
+
+	"hydrofoil.dev/foil/internal/format/layer/layertest"
+	"hydrofoil.dev/foil/internal/worker/api"
+)
+
+// A worker logs in with what docker login left, at a server with rules: it pulls what it may, and what it may not
+// pull, or may no more, is as if it were not there. What is here stays.
+func TestWorkerLogsIn(t *testing.T) {
+	root, dir := t.TempDir(), t.TempDir()
+	s := startServer(t, root)
+	img := newImage(t, ocispec.ImageConfig{}, layertest.Layer{layertest.Dir("data", 0o755), layertest.File("data/x", 0o644, noise(300_000))}.Gzip(t))
+	other := newImage(t, ocispec.ImageConfig{}, layertest.Layer{layertest.File("y", 0o644, noise(1000))}.Gzip(t))
+	ref, secret := s.push("team/app", "1", img), s.push("secret/app", "1", other)
+	next := s.push("team/next", "1", other)
+	s.signal(syscall.SIGINT)
+	<-s.done
+
+	hash, err := bcrypt.GenerateFromPassword([]byte("s3cret-Pa55"), bcrypt.MinCost)
+	if err != nil {
+		t.Fatal(err)
+	}
+	file := func(name, content string) string {
+		t.Helper()
+		path := filepath.Join(dir, name)
+		if err := os.WriteFile(path+".new", []byte(content), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Rename(path+".new", path); err != nil {
+			t.Fatal(err)
+		}
+		return path
+	}
+	passwords := file("htpasswd", fmt.Sprintf("worker:%s\n", hash))
+	rules := func(repositories string) string {
+		t.Helper()
+		// Tokens that end while a pull is under way.
+		return file("access.toml", fmt.Sprintf("[passwords]\nfile = %q\n[tokens]\nlifetime = \"1s\"\n[[rule]]\nto = [\"user:worker\"]\nallow = [\"pull\"]\nrepositories = [%q]\n", passwords, repositories))
+	}
+	audit := filepath.Join(dir, "audit.jsonl")
+	s.process = start(t, "serve", "--root", root, "--listen", s.addr, "--access", rules("team/**"), "--audit", audit)
+	eventually(t, "the server answers", func() error {
+		resp, err := http.Get("http://" + s.addr + "/v2/")
+		if err != nil {
+			return err
+		}
+		defer resp.Body.Close()
+		if resp.StatusCode != http.StatusUnauthorized {
+			return errors.New(resp.Status)
+		}
+		return nil
+	})
+
+	config := func(password string) string {
+		t.Helper()
+		b, err := json.Marshal(map[string]any{"auths": map[string]any{s.addr: map[string]string{"username": "worker", "password": password}}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return file("config.json", string(b))
+	}
+	w := startWorker(t, workerRoot(t), "--docker-config", config("wrong"), "--give-up", "1s")
+	fails := func(what, ref string) {
+		t.Helper()
+		if _, err := w.pull(ref, api.Complete); err == nil {
+			t.Errorf("%s: pulled", what)
+		} else if strings.Contains(err.Error(), "Pa55") {
+			t.Errorf("%s: the error has the password: %v", what, err)
+		}
+	}
+	fails("a wrong password", ref)
+	config("s3cret-Pa55")
+	w.mustPull(ref, api.Complete)
+	if diff := differs(t, img, w.mountOf(ref)); diff != "" {
+		t.Errorf("the image:\n%s", diff)
+	}
+	fails("what it may not pull", secret)
+	rules("nothing")
+	fails("what it may pull no more", next)
+	if diff := differs(t, img, w.mountOf(ref)); diff != "" {
+		t.Errorf("what is here has gone:\n%s", diff)
+	}
+	rules("team/**")
+	w.mustPull(next, api.Complete)
+	b, err := os.ReadFile(audit)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, want := range []string{`"subject":"user:worker"`, `"repository":"team/app"`, `"decision":"denied"`} {
+		if !strings.Contains(string(b), want) {
+			t.Errorf("the audit log lacks %s", want)
+		}
+	}
+	if strings.Contains(string(b)+s.log.String()+w.log.String(), "Pa55") {
+		t.Error("a log has the password")
+	}
+}

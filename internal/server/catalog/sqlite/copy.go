@@ -1,0 +1,60 @@
+package sqlite
+
+import (
+	"context"
+	"database/sql"
+	"fmt"
+	"net/url"
+	"path/filepath"
+
+	"github.com/opencontainers/go-digest"
+
+	"hydrofoil.dev/foil/internal/server/catalog"
+)
+
+// Copy makes the file to, which must not be there, the catalog in the file from as one transaction sees it. A server may use
+// from meanwhile.
+func Copy(ctx context.Context, from, to string) error {
+	abs, err := filepath.Abs(from)
+	if err != nil {
+		return fmt.Errorf("copy catalog %s: %w", from, err)
+	}
+	q := url.Values{"_pragma": {"busy_timeout(10000)"}, "mode": {"rw"}} // rw, or it would make what is not there
+	db, err := sql.Open("sqlite", (&url.URL{Scheme: "file", Path: abs, RawQuery: q.Encode()}).String())
+	if err != nil {
+		return fmt.Errorf("copy catalog %s: %w", from, err)
+	}
+	defer db.Close() //nolint:errcheck // it only read
+	if _, err := db.ExecContext(ctx, `VACUUM INTO ?`, to); err != nil {
+		return fmt.Errorf("copy catalog %s: %w", from, known(err))
+	}
+	return nil
+}
+
+// EachKey calls fn for the keys of all objects that cannot be made again: blobs, and packs.
+func (c *Catalog) EachKey(ctx context.Context, fn func(key string) error) error {
+	for _, query := range []string{
+		`SELECT DISTINCT digest FROM blobs WHERE digest > ? ORDER BY digest LIMIT 1000`,
+		`SELECT key FROM packs WHERE key > ? ORDER BY key LIMIT 1000`,
+	} {
+		for after := ""; ; {
+			page, err := c.strings(ctx, query, after)
+			if err != nil {
+				return fmt.Errorf("list keys: %w", known(err))
+			}
+			if len(page) == 0 {
+				break
+			}
+			for _, key := range page {
+				after = key
+				if d := digest.Digest(key); d.Validate() == nil {
+					key = catalog.BlobKey(d)
+				}
+				if err := fn(key); err != nil {
+					return err
+				}
+			}
+		}
+	}
+	return nil
+}
