@@ -555,10 +555,21 @@ func clearDir(dir string) error {
 			return err
 		}
 	}
-	return os.RemoveAll(dir)
+	return removeAll(dir)
 }
 
-// busyFor is for how long a container's filesystem may be in use after the container's end: by
+// removeAll removes a directory into which who reserved the container may still be writing: runc's
+// files, of a container that will never run.
+func removeAll(dir string) error {
+	for end := time.Now().Add(busyFor); ; time.Sleep(time.Millisecond) {
+		err := os.RemoveAll(dir)
+		if !errors.Is(err, unix.ENOTEMPTY) || time.Now().After(end) {
+			return err
+		}
+	}
+}
+
+// busyFor is for how long a container's directory may be in use after the container's end: by
 // who lists processes and follows their roots, for example.
 const busyFor = 2 * time.Second
 

@@ -182,14 +182,18 @@ func (n *Node) MayStart(ctx context.Context, key origin.Key) error {
 	return n.mayStart(ctx, r, name, containers.Waiting{})
 }
 
-// AwaitProof has a rootfs proven now, and waits for it.
+// AwaitProof waits until a rootfs is complete, has it proven now, and waits for that.
 func (n *Node) AwaitProof(ctx context.Context, key origin.Key) error {
 	ctx, leave, err := n.during(ctx)
 	if err != nil {
 		return err
 	}
 	defer leave()
-	return n.prover.Await(ctx, key, nil)
+	r := n.store.Get(key)
+	if r == nil {
+		return api.Errorf(api.CodeNotFound, "the image was removed meanwhile")
+	}
+	return n.awaitFirst(ctx, r, n.Image(key), containers.Waiting{})
 }
 
 // Prove has the rootfs of an image proven now, and waits for it: see prover.Prover.Await.

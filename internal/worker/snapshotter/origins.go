@@ -58,10 +58,10 @@ func (s *Snapshotter) Claim(h *pull.Header) error {
 	if err == nil || held == "" {
 		return err
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), claimWithin)
+	ctx, cancel := context.WithTimeoutCause(context.Background(), claimWithin, errClaim)
 	defer cancel()
 	if why := s.opts.Node.AwaitProof(ctx, held); why != nil {
-		return fmt.Errorf("%w; its proof was tried just now: %w", err, why)
+		return fmt.Errorf("%w; it was waited for just now: %w", err, why)
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -70,6 +70,8 @@ func (s *Snapshotter) Claim(h *pull.Header) error {
 
 // claimWithin is how long Claim waits for a proof: containerd, which asks by the mirror, waits 30 s, and asks again.
 const claimWithin = 15 * time.Second
+
+var errClaim = fmt.Errorf("it has to arrive whole first, and be proven, which takes longer than %s: ask again; foil images shows how far it is", claimWithin)
 
 // mayStart returns an error if no new container may start on what is made on a snapshot.
 func (s *Snapshotter) mayStart(ctx context.Context, parent string) error {
