@@ -14,6 +14,7 @@ import (
 
 	"hydrofoil.dev/foil/internal/kernel"
 	"hydrofoil.dev/foil/internal/metrics"
+	"hydrofoil.dev/foil/internal/server/catalog"
 	"hydrofoil.dev/foil/internal/server/serve"
 	"hydrofoil.dev/foil/internal/server/upstream"
 )
@@ -104,6 +105,10 @@ func (f *serveFlags) add(flags *pflag.FlagSet) {
 	flags.DurationVar(&f.opts.Upstream.TagTTL, "upstream-tag-ttl", 0, "how long the upstream's answer about a tag holds; 0: it is asked each time")
 	flags.DurationVar(&f.opts.Upstream.TagTimeout, "upstream-tag-timeout", 5*time.Second, "how long the upstream has to answer about a tag that is here, before it is served as it was")
 	flags.DurationVar(&f.opts.Grace, "grace", 10*time.Second, "how long requests may go on when the server is told to end")
+	flags.DurationVar(&f.opts.Collect.Window, "undelete-window", catalog.DefaultWindow, "for how long foil server undelete brings back what was deleted; less than 0: never")
+	flags.DurationVar(&f.opts.Collect.Grace, "gc-grace", 24*time.Hour, "for how long a blob stays that no manifest names")
+	flags.DurationVar(&f.opts.Lease, "gc-lease", catalog.DefaultLease, "for how long a blob stays after a client was told that it is there, whatever else")
+	flags.IntVar(&f.opts.Collect.Rate, "gc-rate", 32<<20, "how many `BYTES` a second are read and written to compact packs")
 	flags.TextVar(&f.level, "log-level", slog.LevelInfo, "least `LEVEL` to log: debug, info, warn or error")
 }
 

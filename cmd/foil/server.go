@@ -16,11 +16,11 @@ import (
 func newServerCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "server",
-		Short: "Explain the rules of a registry, back it up, mend its catalog",
-		Long: `For administrators of foil serve. These commands ask no server: they work on the files
-that the server reads.`,
+		Short: "Delete from a registry, explain its rules, back it up, mend its catalog",
+		Long: `For administrators of foil serve. delete, undelete and gc ask the server that runs, over a socket below its root. The
+others ask no server: they work on the files that the server reads.`,
 	}
-	cmd.AddCommand(newServerAccessCommand(), newServerRebuildCommand(), newServerBackupCommand(), newServerRestoreCommand())
+	cmd.AddCommand(newServerDeleteCommand(), newServerUndeleteCommand(), newServerGCCommand(), newServerAccessCommand(), newServerRebuildCommand(), newServerBackupCommand(), newServerRestoreCommand())
 	onlySubcommands(cmd)
 	return cmd
 }

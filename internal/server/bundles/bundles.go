@@ -49,6 +49,7 @@ import (
 	"hydrofoil.dev/foil/internal/server/limit"
 	"hydrofoil.dev/foil/internal/server/objects"
 	"hydrofoil.dev/foil/internal/server/planner"
+	"hydrofoil.dev/foil/internal/server/readers"
 	"hydrofoil.dev/foil/internal/server/startup"
 	"hydrofoil.dev/foil/internal/server/turns"
 )
@@ -84,6 +85,8 @@ type Options struct {
 	// AliveMost is for how long it is told so at a time; 0 means an hour: what takes longer,
 	// or hangs, is to be asked for again.
 	Alive, AliveMost time.Duration
+	// Readers are told who reads objects; nil: nobody is.
+	Readers *readers.Readers
 	// Log takes failures; nil means slog.Default.
 	Log *slog.Logger
 }
@@ -146,7 +149,7 @@ func New(o Options) *Handler {
 		turns:  turns.New(2 * runtime.GOMAXPROCS(0)),
 	}
 	h.sets = startup.New(startup.Options{
-		Catalog: o.Catalog, Objects: o.Objects, Load: h.loadTOC, Max: o.StartupMax, Memory: o.Memory / 8, Log: o.Log,
+		Catalog: o.Catalog, Objects: o.Objects, Load: h.loadTOC, Max: o.StartupMax, Memory: o.Memory / 8, Readers: o.Readers, Log: o.Log,
 	})
 	for _, e := range endpoints {
 		h.mux.HandleFunc(e.Method+" "+e.Path, func(w http.ResponseWriter, r *http.Request) { e.answer(h, w, r) })
@@ -207,7 +210,10 @@ func (h *Handler) Close() error {
 }
 
 // ServeHTTP serves the paths of package bundle.
-func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) { h.mux.ServeHTTP(w, r) }
+func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	defer h.o.Readers.Begin()()
+	h.mux.ServeHTTP(w, r)
+}
 
 // body reads a request of at most limit bytes.
 func (h *Handler) body(w http.ResponseWriter, r *http.Request, limit int64) ([]byte, error) {

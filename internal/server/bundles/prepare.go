@@ -14,6 +14,7 @@ import (
 // error is the one that the pull would get; a manifest that is no image is
 // CodeUnsupported.
 func (h *Handler) Prepare(ctx context.Context, repository string, manifest digest.Digest) error {
+	defer h.o.Readers.Begin()()
 	m, err := resolve(ctx, h.o.Catalog, h.o.Objects, bundle.ImageRequest{Repository: repository, Reference: manifest.String()})
 	if err != nil {
 		return err
@@ -31,6 +32,7 @@ func (h *Handler) Prepare(ctx context.Context, repository string, manifest diges
 // Suspect has an image verified, and what is damaged made anew, before it is
 // served or prepared the next time. The error is one of Prepare.
 func (h *Handler) Suspect(ctx context.Context, repository string, manifest digest.Digest) error {
+	defer h.o.Readers.Begin()()
 	m, err := resolve(ctx, h.o.Catalog, h.o.Objects, bundle.ImageRequest{Repository: repository, Reference: manifest.String()})
 	if err == nil {
 		h.suspect(m)

@@ -9,6 +9,7 @@ import (
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/format/toc"
 	"hydrofoil.dev/foil/internal/server/catalog"
+	"hydrofoil.dev/foil/internal/server/objects"
 	"hydrofoil.dev/foil/internal/server/planner"
 )
 
@@ -49,6 +50,24 @@ func (h *Handler) encodedTOC(ctx context.Context, r catalog.Rootfs) ([]byte, err
 // index returns the index of a rootfs; encoded is its TOC, or nil if the caller
 // does not have it.
 func (h *Handler) index(ctx context.Context, r catalog.Rootfs, encoded []byte) (*planner.Index, error) {
+	for {
+		x, err := h.cachedIndex(ctx, r, encoded)
+		if err != nil {
+			return nil, err
+		}
+		// Packs that are known now stay until whoever reads them has ended, and those of an older index may be gone.
+		known, err := h.o.Catalog.PacksKnown(ctx, x.Packs())
+		if err != nil || known {
+			return x, err
+		}
+		h.indices.Drop(string(r.TOC))
+		if r, err = h.o.Catalog.Rootfs(ctx, r.ChainID); err != nil {
+			return nil, err
+		}
+	}
+}
+
+func (h *Handler) cachedIndex(ctx context.Context, r catalog.Rootfs, encoded []byte) (*planner.Index, error) {
 	return h.indices.Get(ctx, string(r.TOC), func(ctx context.Context) (*planner.Index, error) {
 		b := encoded
 		if b == nil {
@@ -78,6 +97,9 @@ func (h *Handler) save(ctx context.Context, key string, b []byte) error {
 	return w.Commit()
 }
 
+// errOutdated is why an index is built anew whose segments have moved to other packs.
+var errOutdated = errors.New("some of its packs are gone")
+
 // loadIndex reads the index object, or builds it anew and keeps it.
 func (h *Handler) loadIndex(ctx context.Context, r catalog.Rootfs, t *toc.TOC) (*planner.Index, error) {
 	if r.Index != "" {
@@ -85,7 +107,13 @@ func (h *Handler) loadIndex(ctx context.Context, r catalog.Rootfs, t *toc.TOC) (
 		if err == nil {
 			var x *planner.Index
 			if x, err = planner.Decode(b, t, r.TOC); err == nil {
-				return x, nil
+				var known bool
+				if known, err = h.o.Catalog.PacksKnown(ctx, x.Packs()); known {
+					return x, nil
+				}
+				if err == nil {
+					err = errOutdated
+				}
 			}
 		}
 		h.log.Warn("frame index is rebuilt", "chain_id", r.ChainID, "error", err)
@@ -102,7 +130,7 @@ func (h *Handler) loadIndex(ctx context.Context, r catalog.Rootfs, t *toc.TOC) (
 }
 
 func (h *Handler) saveIndex(ctx context.Context, r catalog.Rootfs, x *planner.Index) error {
-	r.Index = "indices/" + strings.Replace(string(r.TOC), ":", "/", 1)
+	r.Index = "indices/" + strings.Replace(string(r.TOC), ":", "/", 1) + "-" + objects.Random()
 	if err := h.save(ctx, r.Index, x.Encode()); err != nil {
 		return err
 	}

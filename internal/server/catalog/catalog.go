@@ -18,6 +18,9 @@ import (
 // ErrNotFound is returned, wrapped, when what was asked for is not there.
 var ErrNotFound = errors.New("not in the catalog")
 
+// ErrInUse is returned, wrapped, for what cannot be collected now.
+var ErrInUse = errors.New("it is in use")
+
 // ErrDamaged is returned, wrapped, for a catalog whose file is damaged.
 var ErrDamaged = errors.New("the catalog is damaged")
 
@@ -34,6 +37,9 @@ type Catalog interface {
 type Repositories interface {
 	// LinkBlob records that repo holds the blob. Idempotent.
 	LinkBlob(ctx context.Context, repo string, b Blob) error
+	// Exists is Blob for an answer that a client relies on: for a while the repository keeps the blob, whether or
+	// not a manifest names it. LinkBlob does the same.
+	Exists(ctx context.Context, repo string, d digest.Digest) (Blob, error)
 	// Blob returns what repo holds. Errors: ErrNotFound.
 	Blob(ctx context.Context, repo string, d digest.Digest) (Blob, error)
 	// Blobs returns what repo holds, in the order of ds, in one go. Errors: ErrNotFound
@@ -53,7 +59,7 @@ type Repositories interface {
 	PutManifest(ctx context.Context, repo string, m Manifest, tags ...string) error
 	// Manifest returns it by digest. Errors: ErrNotFound.
 	Manifest(ctx context.Context, repo string, d digest.Digest) (Manifest, error)
-	// DeleteManifest removes it and the tags that name it. Errors: ErrNotFound.
+	// DeleteManifest removes it and the tags that name it. For a while Deleted knows both. Errors: ErrNotFound.
 	DeleteManifest(ctx context.Context, repo string, d digest.Digest) error
 	// Referrers yields the manifests of repo whose subject is d, oldest first, one after the
 	// other: who stops has only those in memory that it keeps. artifactType filters unless empty. after is the
@@ -62,7 +68,7 @@ type Repositories interface {
 
 	// Tag resolves a tag. Errors: ErrNotFound.
 	Tag(ctx context.Context, repo, tag string) (digest.Digest, error)
-	// DeleteTag removes a tag, not the manifest. Errors: ErrNotFound.
+	// DeleteTag removes a tag, not the manifest. For a while Deleted knows it. Errors: ErrNotFound.
 	DeleteTag(ctx context.Context, repo, tag string) error
 	// Tags returns at most limit tags after the given one, in byte order; a
 	// limit < 0 is none. Errors: ErrNotFound when there is no such repository:
@@ -122,8 +128,14 @@ type Dedup interface {
 	Forget(ctx context.Context, ids []segment.ID) error
 
 	// PutLayer records that the layer blob has been ingested, or refused.
-	// Called after every pack it needs has been added.
-	PutLayer(ctx context.Context, l Layer) error
+	// Called after every pack it needs has been added. packs are all that its segments are in, kept (Keep) until it
+	// returns; nil: the layer counts as needing packs that nobody knows.
+	PutLayer(ctx context.Context, l Layer, packs ...string) error
+	// Keep returns what an ingest looks segments up with.
+	Keep() Keep
+	// PacksKnown reports whether the catalog knows all of these packs. What it knows when a reader has begun stays until
+	// that ends (package readers).
+	PacksKnown(ctx context.Context, keys []string) (bool, error)
 	// Layer returns what ingest made of a layer blob. Errors: ErrNotFound.
 	Layer(ctx context.Context, blob digest.Digest) (Layer, error)
 	// Layers returns what ingest made of layer blobs, in their order, in one go. Errors:

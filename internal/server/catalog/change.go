@@ -28,6 +28,7 @@ type Change struct {
 	Target   digest.Digest // of ChangedTag: the manifest
 	Layer    Layer         // of ChangedLayer
 	Rootfs   Rootfs        // of ChangedRootfs
+	Deleted  time.Time     // of ChangedDeletedManifest, which has Manifest, and ChangedDeletedTag, which has Target
 }
 
 // ChangeKind is what a change is of. The numbers are part of a format.
@@ -44,6 +45,9 @@ const (
 	// ChangesWhole says that everything older has been recorded as well. It has neither
 	// repository nor name.
 	ChangesWhole ChangeKind = 7
+	// What was deleted and can be brought back. The register of what it was is gone meanwhile.
+	ChangedDeletedManifest ChangeKind = 8
+	ChangedDeletedTag      ChangeKind = 9
 )
 
 // CompareRegisters orders changes by their registers: 0 means that both are of the same one.

@@ -21,6 +21,10 @@ func (h hidden) Blob(ctx context.Context, _ string, d digest.Digest) (Blob, erro
 	return h.inner.Blob(ctx, nobody, d)
 }
 
+func (h hidden) Exists(ctx context.Context, _ string, d digest.Digest) (Blob, error) {
+	return h.inner.Exists(ctx, nobody, d)
+}
+
 func (h hidden) Blobs(ctx context.Context, _ string, ds []digest.Digest) ([]Blob, error) {
 	return h.inner.Blobs(ctx, nobody, ds)
 }

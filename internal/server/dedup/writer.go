@@ -20,6 +20,8 @@ type Options struct {
 	PackSize int64
 	// Workers compress at once. Default: one a processor, at most 8.
 	Workers int
+	// Keep keeps what the layer relies on until the catalog knows the layer. nil: the Writer's own, until Close.
+	Keep catalog.Keep
 }
 
 const (
@@ -36,9 +38,10 @@ const (
 // bytes for every distinct segment that it was given (with the map's overhead
 // about 60).
 type Writer struct {
-	store *Store
-	ctx   context.Context
-	opts  Options
+	store   *Store
+	ctx     context.Context
+	opts    Options
+	ownKeep bool
 
 	seen  map[segment.ID]struct{}
 	batch []catalog.FrameSegment
@@ -94,9 +97,13 @@ func (s *Store) NewWriter(ctx context.Context, o Options) *Writer {
 	if o.Workers == 0 {
 		o.Workers = min(runtime.GOMAXPROCS(0), 8)
 	}
+	own := o.Keep == nil
+	if own {
+		o.Keep = s.Catalog.Keep()
+	}
 	frames := 2*o.Workers + 1
 	w := &Writer{
-		store: s, ctx: ctx, opts: o,
+		store: s, ctx: ctx, opts: o, ownKeep: own,
 		seen:    map[segment.ID]struct{}{},
 		free:    make(chan *frame, frames),
 		work:    make(chan *frame, frames),
@@ -146,7 +153,7 @@ func (w *Writer) flush() error {
 	for i, s := range w.batch {
 		ids[i] = s.ID
 	}
-	locations, err := w.store.Catalog.Locate(w.ctx, ids)
+	locations, err := w.opts.Keep.Locate(w.ctx, ids)
 	if err != nil {
 		return w.stop(err)
 	}
@@ -272,11 +279,22 @@ func (w *Writer) drop() {
 
 func (w *Writer) writeFrame(f *frame) error {
 	p := &w.pack
+	if err := p.add(w.ctx, w.store.Objects, f.encoded, f.segments); err != nil {
+		return err
+	}
+	if p.size >= w.opts.PackSize || len(p.table) >= maxTable/2 {
+		return w.finishPack()
+	}
+	return nil
+}
+
+// add adds a frame, to a new pack if none is being written.
+func (p *packWriter) add(ctx context.Context, store objects.Store, encoded []byte, segments []catalog.FrameSegment) error {
 	if p.w == nil {
 		var name [16]byte
 		rand.Read(name[:]) //nolint:errcheck // never fails
 		*p = packWriter{key: fmt.Sprintf("%s%x/%x", prefix, name[0], name), table: p.table[:0]}
-		object, err := w.store.Objects.Create(w.ctx, p.key)
+		object, err := store.Create(ctx, p.key)
 		if err != nil {
 			return fmt.Errorf("create pack %s: %w", p.key, err)
 		}
@@ -285,14 +303,19 @@ func (w *Writer) writeFrame(f *frame) error {
 			return fmt.Errorf("write pack %s: %w", p.key, err)
 		}
 	}
-	if _, err := p.w.Write(f.encoded); err != nil {
+	if _, err := p.w.Write(encoded); err != nil {
 		return fmt.Errorf("write pack %s: %w", p.key, err)
 	}
-	p.table = appendTable(p.table, len(f.encoded), f.segments)
+	p.table = appendTable(p.table, len(encoded), segments)
 	p.frames++
-	p.size += int64(len(f.encoded))
-	if p.size >= w.opts.PackSize || len(p.table) >= maxTable/2 {
-		return w.finishPack()
+	p.size += int64(len(encoded))
+	return nil
+}
+
+// end writes what follows the frames. Nothing is durable before the object is committed.
+func (p *packWriter) end() error {
+	if _, err := p.w.Write(appendTrailer(p.table, p.table, p.frames)); err != nil {
+		return fmt.Errorf("write pack %s: %w", p.key, err)
 	}
 	return nil
 }
@@ -301,8 +324,8 @@ func (w *Writer) writeFrame(f *frame) error {
 func (w *Writer) finishPack() error {
 	p := &w.pack
 	object, key := p.w, p.key
-	if _, err := object.Write(appendTrailer(p.table, p.table, p.frames)); err != nil {
-		return fmt.Errorf("write pack %s: %w", key, err)
+	if err := p.end(); err != nil {
+		return err
 	}
 	p.w = nil
 	w.commits <- struct{}{}
@@ -368,11 +391,33 @@ func (w *Writer) Publish() error {
 		}
 		// From here on the catalog may know the pack, even when it fails.
 		w.packs = w.packs[1:]
+		w.opts.Keep.Hold(key)
 		if err := w.store.Catalog.AddPack(w.ctx, p); err != nil {
+			return w.stop(err)
+		}
+		if err := w.keepPlaces(&p); err != nil {
 			return w.stop(err)
 		}
 	}
 	return nil
+}
+
+// keepPlaces keeps the packs where the segments of a new pack have their places: somebody else may have stored some
+// of them meanwhile.
+func (w *Writer) keepPlaces(p *catalog.Pack) error {
+	var ids []segment.ID
+	for _, f := range p.Frames {
+		for _, s := range f.Segments {
+			ids = append(ids, s.ID)
+		}
+	}
+	places, err := w.opts.Keep.Locate(w.ctx, ids)
+	for i := range places {
+		if places[i].Frame == nil {
+			return fmt.Errorf("segment %s was collected while it was stored: ingest the layer again", ids[i])
+		}
+	}
+	return err
 }
 
 // Stats says what Add was given; whole after Publish.
@@ -385,6 +430,9 @@ func (w *Writer) Close() error {
 		w.stop(errors.New("closed")) //nolint:errcheck // nobody asks
 	}
 	w.Finish() //nolint:errcheck // told by Add or Publish
+	if w.ownKeep {
+		w.opts.Keep.Release()
+	}
 	ctx := context.WithoutCancel(w.ctx)
 	var errs []error
 	for _, key := range w.packs {

@@ -64,6 +64,7 @@ import (
 	"hydrofoil.dev/foil/internal/server/catalog"
 	"hydrofoil.dev/foil/internal/server/dedup"
 	"hydrofoil.dev/foil/internal/server/objects"
+	"hydrofoil.dev/foil/internal/server/readers"
 )
 
 // Descriptor is one layer of an image, from its manifest and its config.
@@ -89,6 +90,8 @@ type Ingester struct {
 	Objects objects.Store
 	Catalog catalog.Dedup
 	Options Options
+	// Readers are told who reads objects; nil: nobody is.
+	Readers *readers.Readers
 	// Metrics counts what is done; nil: nobody counts.
 	Metrics *Metrics
 
@@ -104,6 +107,14 @@ func (g *Ingester) Close() error {
 	return nil
 }
 
+// do runs something once for all who want it at the same time.
+func (g *Ingester) do(ctx context.Context, key string, run func(context.Context) (any, error)) (any, error) {
+	return g.flights.do(ctx, key, func(ctx context.Context) (any, error) {
+		defer g.Readers.Begin()()
+		return run(ctx)
+	})
+}
+
 // Layer ingests the layer, unless that was done before. Calls at the same time,
 // for one layer, do it once; it ends when the last of them gives up.
 //
@@ -117,7 +128,7 @@ func (g *Ingester) Layer(ctx context.Context, d Descriptor) (catalog.Layer, erro
 	row, err := g.Catalog.Layer(ctx, d.Digest)
 	if errors.Is(err, catalog.ErrNotFound) {
 		var v any
-		v, err = g.flights.do(ctx, "layer "+d.Digest.String(), func(ctx context.Context) (any, error) {
+		v, err = g.do(ctx, "layer "+d.Digest.String(), func(ctx context.Context) (any, error) {
 			return g.layer(ctx, d)
 		})
 		row, _ = v.(catalog.Layer)
@@ -154,7 +165,9 @@ func (g *Ingester) layer(ctx context.Context, d Descriptor) (catalog.Layer, erro
 	}
 	begin, result := time.Now(), failed
 	defer func() { g.Metrics.layer(result, time.Since(begin).Seconds()) }()
-	row, err := g.ingest(ctx, d)
+	keep := g.Catalog.Keep()
+	defer keep.Release()
+	row, err := g.ingest(ctx, d, keep)
 	var refusal *layer.RefusedError
 	switch {
 	case errors.As(err, &refusal):
@@ -162,7 +175,7 @@ func (g *Ingester) layer(ctx context.Context, d Descriptor) (catalog.Layer, erro
 	case err != nil:
 		return catalog.Layer{}, fmt.Errorf("ingest layer %s: %w", d.Digest, err)
 	}
-	if err := g.Catalog.PutLayer(ctx, row); err != nil {
+	if err := g.Catalog.PutLayer(ctx, row, keep.Packs()...); err != nil {
 		return catalog.Layer{}, fmt.Errorf("ingest layer %s: %w", d.Digest, err)
 	}
 	if result = ingested; refusal != nil {
@@ -195,14 +208,16 @@ func (g *Ingester) store() *dedup.Store {
 	return &dedup.Store{Objects: g.Objects, Catalog: g.Catalog}
 }
 
-// ingest does steps 1 to 3 and returns the row.
-func (g *Ingester) ingest(ctx context.Context, d Descriptor) (row catalog.Layer, err error) {
+// ingest does steps 1 to 3 and returns the row. What it relies on is kept.
+func (g *Ingester) ingest(ctx context.Context, d Descriptor, keep catalog.Keep) (row catalog.Layer, err error) {
 	blob, err := g.Objects.Open(ctx, catalog.BlobKey(d.Digest), 0, -1)
 	if err != nil {
 		return row, err
 	}
 	defer blob.Close()
-	packs := g.store().NewWriter(ctx, g.Options.Packs)
+	options := g.Options.Packs
+	options.Keep = keep
+	packs := g.store().NewWriter(ctx, options)
 	defer func() {
 		if closed := packs.Close(); err == nil {
 			err = closed
@@ -279,14 +294,15 @@ func (g *Ingester) read(ctx context.Context, blob io.Reader, d Descriptor, packs
 	return made.finish(d.Digest, row.DiffID)
 }
 
-// EntriesKey is where the entry list of a layer blob rests.
+// EntriesKey is where a new entry list of a layer blob is to rest; it is another one each time.
 func EntriesKey(blob digest.Digest) string { return objectKey("entries", blob) }
 
-// TOCKey is where an encoded TOC rests, by its own digest.
+// TOCKey is where an encoded TOC, of that digest, is to rest; it is another one each time.
 func TOCKey(toc digest.Digest) string { return objectKey("tocs", toc) }
 
+// objectKey ends with something random: what was deleted is not what comes after it, though it is of the same digest.
 func objectKey(kind string, d digest.Digest) string {
-	return fmt.Sprintf("%s/%s/%s/%s", kind, d.Algorithm(), d.Encoded()[:2], d.Encoded())
+	return fmt.Sprintf("%s/%s/%s/%s-%s", kind, d.Algorithm(), d.Encoded()[:2], d.Encoded(), objects.Random())
 }
 
 // Rootfs flattens the layers, bottom first, unless that was done before;
@@ -311,7 +327,7 @@ func (g *Ingester) Rootfs(ctx context.Context, layers []Descriptor) (catalog.Roo
 	r, err := g.Catalog.Rootfs(ctx, chain)
 	if errors.Is(err, catalog.ErrNotFound) {
 		var v any
-		v, err = g.flights.do(ctx, "rootfs "+chain.String(), func(ctx context.Context) (any, error) {
+		v, err = g.do(ctx, "rootfs "+chain.String(), func(ctx context.Context) (any, error) {
 			return g.flatten(ctx, chain, rows)
 		})
 		r, _ = v.(catalog.Rootfs)

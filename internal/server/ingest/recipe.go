@@ -18,7 +18,7 @@ import (
 	"hydrofoil.dev/foil/internal/server/objects"
 )
 
-// RecipeKey is where the recipe of a layer blob rests.
+// RecipeKey is where a new recipe of a layer blob is to rest; it is another one each time.
 func RecipeKey(blob digest.Digest) string { return objectKey("recipes", blob) }
 
 // recipeObject is a recipe that is being written to the store.
@@ -68,7 +68,7 @@ func (g *Ingester) Recipe(ctx context.Context, d Descriptor) (catalog.Layer, err
 	if err != nil || row.Recipe.Key != "" {
 		return row, err
 	}
-	v, err := g.flights.do(ctx, "recipe "+d.Digest.String(), func(ctx context.Context) (any, error) {
+	v, err := g.do(ctx, "recipe "+d.Digest.String(), func(ctx context.Context) (any, error) {
 		release, err := g.slot(ctx)
 		if err != nil {
 			return nil, err
@@ -87,6 +87,7 @@ func (g *Ingester) Recipe(ctx context.Context, d Descriptor) (catalog.Layer, err
 
 // makeRecipe reads the blob of a layer again.
 func (g *Ingester) makeRecipe(ctx context.Context, row catalog.Layer, slow func(io.Reader) io.Reader) (catalog.Layer, error) {
+	defer g.Readers.Begin()()
 	fail := func(err error) (catalog.Layer, error) {
 		return row, fmt.Errorf("make recipe of layer %s: %w", row.Blob, err)
 	}

@@ -29,7 +29,7 @@ func (g *Ingester) Repair(ctx context.Context, layers []Descriptor) (catalog.Roo
 	for _, d := range layers {
 		key.WriteString(" " + d.Digest.String())
 	}
-	v, err := g.flights.do(ctx, key.String(), func(ctx context.Context) (any, error) {
+	v, err := g.do(ctx, key.String(), func(ctx context.Context) (any, error) {
 		return g.repair(ctx, layers)
 	})
 	r, _ := v.(catalog.Rootfs)
@@ -72,10 +72,7 @@ func (g *Ingester) repairLayer(ctx context.Context, d Descriptor, row catalog.La
 	// The segments of a layer whose list is lost were not verified: a second
 	// look at the new list finds what is wrong with them.
 	again := ids == nil
-	if row, err = g.ingest(ctx, d); err != nil {
-		return err
-	}
-	if err := g.Catalog.PutLayer(ctx, row); err != nil || !again {
+	if row, err = g.ingestAgain(ctx, d); err != nil || !again {
 		return err
 	}
 	if ids, err = g.listed(ctx, row); err != nil {
@@ -88,8 +85,18 @@ func (g *Ingester) repairLayer(ctx context.Context, d Descriptor, row catalog.La
 	if err := g.Catalog.Forget(ctx, bad); err != nil {
 		return err
 	}
-	_, err = g.ingest(ctx, d)
+	_, err = g.ingestAgain(ctx, d)
 	return err
+}
+
+func (g *Ingester) ingestAgain(ctx context.Context, d Descriptor) (catalog.Layer, error) {
+	keep := g.Catalog.Keep()
+	defer keep.Release()
+	row, err := g.ingest(ctx, d, keep)
+	if err == nil {
+		err = g.Catalog.PutLayer(ctx, row, keep.Packs()...)
+	}
+	return row, err
 }
 
 // listed returns the segments that the entry list of a layer names, each once.

@@ -18,7 +18,8 @@ import (
 )
 
 const (
-	magic      = "hfjrnl\x00\x01"
+	magic      = "hfjrnl\x00\x02"
+	oldest     = 1        // version of the format that is read; it had no deleted manifests and tags
 	maxRecords = 64 << 20 // bytes of an object's records
 	maxRecord  = 32 << 20
 	maxText    = 1 << 20                 // bytes of what is no manifest
@@ -59,8 +60,8 @@ func Decode(b []byte) ([]catalog.Change, error) {
 	if len(b) < least || string(b[:len(magic)-1]) != magic[:len(magic)-1] {
 		return nil, corrupt("it does not begin like one")
 	}
-	if v := b[len(magic)-1]; v != magic[len(magic)-1] {
-		return nil, fmt.Errorf("an object of the journal has version %d of its format, and this foil knows 1: use a newer foil", v)
+	if v := b[len(magic)-1]; v < oldest || v > magic[len(magic)-1] {
+		return nil, fmt.Errorf("an object of the journal has version %d of its format, and this foil knows %d to %d: use a newer foil", v, oldest, magic[len(magic)-1])
 	}
 	body := b[:len(b)-sumLen]
 	if sum := sha256.Sum256(body); !bytes.Equal(sum[:], b[len(body):]) {
@@ -112,7 +113,7 @@ func appendRecord(b []byte, c *catalog.Change) []byte {
 	case catalog.ChangedBlob:
 		b = binary.AppendUvarint(b, uint64(c.Blob.Size))
 		b = columns.AppendBlock(b, c.Blob.MediaType)
-	case catalog.ChangedManifest:
+	case catalog.ChangedManifest, catalog.ChangedDeletedManifest:
 		m := &c.Manifest
 		b = columns.AppendBlock(b, m.MediaType)
 		b = columns.AppendBlock(b, m.ArtifactType)
@@ -124,7 +125,7 @@ func appendRecord(b []byte, c *catalog.Change) []byte {
 		}
 		b = binary.AppendVarint(b, m.Pushed.UnixNano())
 		b = columns.AppendBlock(b, m.Bytes)
-	case catalog.ChangedTag:
+	case catalog.ChangedTag, catalog.ChangedDeletedTag:
 		b = columns.AppendBlock(b, c.Target)
 	case catalog.ChangedLayer:
 		l := &c.Layer
@@ -141,7 +142,15 @@ func appendRecord(b []byte, c *catalog.Change) []byte {
 		b = columns.AppendBlock(b, c.Rootfs.Key)
 		b = columns.AppendBlock(b, c.Rootfs.Index)
 	}
+	if isDeleted(c.Kind) {
+		b = binary.AppendVarint(b, c.Deleted.UnixNano())
+	}
 	return b
+}
+
+// isDeleted reports whether changes of a kind are of what can be brought back.
+func isDeleted(k catalog.ChangeKind) bool {
+	return k == catalog.ChangedDeletedManifest || k == catalog.ChangedDeletedTag
 }
 
 const maxInt = 1<<63 - 1
@@ -153,7 +162,7 @@ func readRecord(r *columns.Reader) (c catalog.Change, err error) {
 	c.Time = time.Unix(0, r.Int())
 	text := func() string { return string(r.Block(maxText)) }
 	c.Repo, c.Name = text(), text()
-	if c.Kind < catalog.ChangedRepository || c.Kind > catalog.ChangesWhole {
+	if c.Kind < catalog.ChangedRepository || c.Kind > catalog.ChangedDeletedTag {
 		return c, fmt.Errorf("kind %d", c.Kind)
 	}
 	if c.Gone {
@@ -162,7 +171,7 @@ func readRecord(r *columns.Reader) (c catalog.Change, err error) {
 	switch c.Kind {
 	case catalog.ChangedBlob:
 		c.Blob = catalog.Blob{Digest: digest.Digest(c.Name), Size: int64(r.Uint(maxInt)), MediaType: text()}
-	case catalog.ChangedManifest:
+	case catalog.ChangedManifest, catalog.ChangedDeletedManifest:
 		m := &c.Manifest
 		m.Digest, m.MediaType, m.ArtifactType, m.Subject = digest.Digest(c.Name), text(), text(), digest.Digest(text())
 		last := ""
@@ -181,7 +190,7 @@ func readRecord(r *columns.Reader) (c catalog.Change, err error) {
 		}
 		m.Pushed = time.Unix(0, r.Int())
 		m.Bytes = slices.Clone(r.Block(maxRecord))
-	case catalog.ChangedTag:
+	case catalog.ChangedTag, catalog.ChangedDeletedTag:
 		c.Target = digest.Digest(text())
 	case catalog.ChangedLayer:
 		c.Layer = catalog.Layer{
@@ -191,6 +200,9 @@ func readRecord(r *columns.Reader) (c catalog.Change, err error) {
 		}
 	case catalog.ChangedRootfs:
 		c.Rootfs = catalog.Rootfs{ChainID: digest.Digest(c.Name), TOC: digest.Digest(text()), Key: text(), Index: text()}
+	}
+	if isDeleted(c.Kind) {
+		c.Deleted = time.Unix(0, r.Int())
 	}
 	return c, r.Err
 }

@@ -33,7 +33,8 @@
 // is that of compaction (below), RUN is random; these are 16 hexadecimal digits. PART is 6 decimal digits. Objects of one RUN are parts of one
 // sorted sequence. The object:
 //
-//	magic    8 bytes: "hfjrnl\x00\x01"; the last byte is the version of the format
+//	magic    8 bytes: "hfjrnl\x00\x02"; the last byte is the version of the format: 1 is read as
+//	         well, and has no deleted manifests and tags
 //	records  one column (package columns)
 //	sum      32 bytes: SHA-256 of everything before
 //
@@ -49,7 +50,8 @@
 // Values. Blob: size (uvarint), media type (block). Manifest: media type, artifact type,
 // subject (blocks), how many annotations (uvarint), each a key and a value (blocks) in order of keys, time of the push (int),
 // bytes (block). Tag: digest (block). Layer: diff ID, entries, why refused (blocks), size, files (uvarints), recipe's key and
-// digest (blocks) and size (uvarint). Rootfs: TOC, key, index (blocks). The others have none.
+// digest (blocks) and size (uvarint). Rootfs: TOC, key, index (blocks). Deleted manifest, deleted tag: as a manifest and a
+// tag, and then the time of the deletion (int). The others have none.
 // Records are sorted by repo, kind, name, version; no two have the same of all four. Digests are text, as
 // in the catalog.
 //

@@ -47,33 +47,48 @@ func samples() []catalog.Change {
 	}
 }
 
+// deletedSamples are what version 1 of the format had not.
+func deletedSamples() []catalog.Change {
+	d := digest.FromString("d")
+	at := time.Unix(1_800_000_000, 123)
+	return []catalog.Change{
+		{Version: 10, Time: at, Kind: catalog.ChangedDeletedManifest, Repo: "team/app", Name: d.String(), Deleted: at.Add(-time.Second), Manifest: catalog.Manifest{
+			Digest: d, MediaType: "m/t", Bytes: []byte(`{"schemaVersion":2}`), Pushed: at}},
+		{Version: 11, Time: at, Kind: catalog.ChangedDeletedTag, Repo: "team/app", Name: "latest", Target: d, Deleted: at.Add(-time.Second)},
+		{Version: 12, Time: at, Kind: catalog.ChangedDeletedTag, Repo: "team/app", Name: "latest", Gone: true},
+	}
+}
+
 func sorted(changes []catalog.Change) []catalog.Change {
 	changes = slices.Clone(changes)
 	slices.SortFunc(changes, func(a, b catalog.Change) int { return cmp.Compare(a.Version, b.Version) })
 	return changes
 }
 
-// The format does not change by accident.
+// The format does not change by accident, and version 1 of it is read.
 func TestGolden(t *testing.T) {
-	golden := filepath.Join("testdata", "object")
+	golden := filepath.Join("testdata", "object2")
+	all := append(samples(), deletedSamples()...)
 	if *update {
-		if err := errors.Join(os.MkdirAll("testdata", 0o755), os.WriteFile(golden, journal.Encode(samples()), 0o644)); err != nil {
+		if err := os.WriteFile(golden, journal.Encode(slices.Clone(all)), 0o644); err != nil {
 			t.Fatal(err)
 		}
 	}
-	b, err := os.ReadFile(golden)
-	if err != nil {
-		t.Fatal(err)
-	}
-	got, err := journal.Decode(b)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if diff := gocmp.Diff(sorted(samples()), sorted(got), cmpopts.EquateEmpty()); diff != "" {
-		t.Errorf("the golden object (-want +got):\n%s", diff)
-	}
-	if !bytes.Equal(journal.Encode(samples()), b) {
-		t.Error("it is written otherwise")
+	for name, want := range map[string][]catalog.Change{filepath.Join("testdata", "object"): samples(), golden: all} {
+		b, err := os.ReadFile(name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		got, err := journal.Decode(b)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if diff := gocmp.Diff(sorted(want), sorted(got), cmpopts.EquateEmpty()); diff != "" {
+			t.Errorf("%s (-want +got):\n%s", name, diff)
+		}
+		if name == golden && !bytes.Equal(journal.Encode(slices.Clone(all)), b) {
+			t.Error("it is written otherwise")
+		}
 	}
 }
 

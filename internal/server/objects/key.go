@@ -1,6 +1,7 @@
 package objects
 
 import (
+	"crypto/rand"
 	"fmt"
 	"strings"
 )
@@ -44,4 +45,11 @@ func CheckRange(offset, length, size int64) (int64, error) {
 		return 0, fmt.Errorf("%d bytes from %d are not in its %d bytes", length, offset, size)
 	}
 	return length, nil
+}
+
+// Random returns an element of a key, or the end of one, that no object has.
+func Random() string {
+	var b [8]byte
+	rand.Read(b[:]) //nolint:errcheck // never fails
+	return fmt.Sprintf("%x", b)
 }

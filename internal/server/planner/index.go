@@ -145,6 +145,9 @@ func Build(ctx context.Context, t *toc.TOC, d digest.Digest, dedup catalog.Dedup
 	return x, nil
 }
 
+// Packs returns the keys of the packs that the segments are in.
+func (x *Index) Packs() []string { return x.packs }
+
 // check finds what would make a plan wrong.
 func (x *Index) check() error {
 	for i, f := range x.frames {

@@ -24,7 +24,11 @@ func (r *Registry) getBlob(w http.ResponseWriter, req *http.Request, name, arg s
 	if err != nil {
 		return err
 	}
-	b, err := r.opts.Catalog.Blob(req.Context(), name, d)
+	look := r.opts.Catalog.Blob
+	if req.Method == http.MethodHead { // whoever pushes relies on the answer
+		look = r.opts.Catalog.Exists
+	}
+	b, err := look(req.Context(), name, d)
 	if err != nil {
 		return orUnknown(err, blobUnknown, "repository %s has no blob %s", name, d)
 	}
@@ -184,6 +188,12 @@ func (r *Registry) deleteBlob(w http.ResponseWriter, req *http.Request, name, ar
 	}
 	w.WriteHeader(http.StatusAccepted)
 	return nil
+}
+
+// RemoveUnheld removes the object of a blob, unless a repository holds it.
+func (r *Registry) RemoveUnheld(ctx context.Context, d digest.Digest) error {
+	defer r.blobs.lock(d.String())()
+	return r.removeUnheld(ctx, d)
 }
 
 // removeUnheld removes the object of a blob that no repository holds. The

@@ -125,7 +125,7 @@ func (r *Registry) checkReferences(ctx context.Context, name string, refs refere
 		return nil
 	}
 	for _, d := range refs.blobs {
-		b, err := r.opts.Catalog.Blob(ctx, name, d.Digest)
+		b, err := r.opts.Catalog.Exists(ctx, name, d.Digest) // it stays until the manifest names it
 		if errors.Is(err, catalog.ErrNotFound) {
 			return missing(d, "blob")
 		}
@@ -138,7 +138,7 @@ func (r *Registry) checkReferences(ctx context.Context, name string, refs refere
 		size := int64(len(m.Bytes))
 		if errors.Is(err, catalog.ErrNotFound) {
 			var b catalog.Blob
-			b, err = r.opts.Catalog.Blob(ctx, name, d.Digest)
+			b, err = r.opts.Catalog.Exists(ctx, name, d.Digest)
 			size = b.Size
 		}
 		if errors.Is(err, catalog.ErrNotFound) {

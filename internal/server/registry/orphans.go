@@ -22,7 +22,6 @@ func (r *Registry) removeOrphans(ctx context.Context) error {
 		if _, err := r.opts.Catalog.AnyBlob(ctx, d); err == nil {
 			return nil
 		}
-		defer r.blobs.lock(d.String())()
-		return r.removeUnheld(ctx, d)
+		return r.RemoveUnheld(ctx, d)
 	})
 }

@@ -11,6 +11,7 @@ import (
 
 	format "hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/metrics"
+	"hydrofoil.dev/foil/internal/server/admin"
 	"hydrofoil.dev/foil/internal/server/login"
 	"hydrofoil.dev/foil/internal/server/upstream"
 )
@@ -30,7 +31,7 @@ const aborted = "aborted"
 
 // Routes of requests. The first are those of the OCI distribution API.
 var routes = []string{"base", "manifests", "blobs", "uploads", "tags", "referrers", "catalog",
-	"bundle", "promote", "warm", "trace", "startup", "recipe", "contents", "webhook", "token", "metrics", "health", "other"}
+	"bundle", "promote", "warm", "trace", "startup", "recipe", "contents", "webhook", "token", "metrics", "admin", "health", "other"}
 
 func routeOf(path string) string {
 	switch path {
@@ -60,6 +61,9 @@ func routeOf(path string) string {
 		return "base"
 	case "/v2/_catalog":
 		return "catalog"
+	}
+	if strings.HasPrefix(path, admin.Prefix) {
+		return "admin"
 	}
 	if !strings.HasPrefix(path, "/v2/") {
 		return "other"

@@ -34,13 +34,16 @@ import (
 	format "hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/kernel"
 	"hydrofoil.dev/foil/internal/metrics"
+	"hydrofoil.dev/foil/internal/server/admin"
 	"hydrofoil.dev/foil/internal/server/bundles"
 	"hydrofoil.dev/foil/internal/server/catalog"
 	"hydrofoil.dev/foil/internal/server/catalog/sqlite"
+	"hydrofoil.dev/foil/internal/server/collect"
 	"hydrofoil.dev/foil/internal/server/guard"
 	"hydrofoil.dev/foil/internal/server/ingest"
 	"hydrofoil.dev/foil/internal/server/login"
 	"hydrofoil.dev/foil/internal/server/objects"
+	"hydrofoil.dev/foil/internal/server/readers"
 	"hydrofoil.dev/foil/internal/server/registry"
 	"hydrofoil.dev/foil/internal/server/rootdir"
 	"hydrofoil.dev/foil/internal/server/startup"
@@ -80,6 +83,11 @@ type Options struct {
 	// Grace is how long requests under way may go on after Close; 0 means 10 s.
 	// A pull that is cut off resumes elsewhere or later.
 	Grace time.Duration
+	// Collect says how what nobody needs is collected; of it Window, Grace, Leftover, Interval, Rate and PackSize
+	// count. Window 0 means catalog.DefaultWindow; negative: nothing can be brought back.
+	Collect collect.Options
+	// Lease is for how long a blob stays after a client was told that it is there; 0 means catalog.DefaultLease.
+	Lease time.Duration
 	// Log takes a line a request; nil means slog.Default.
 	Log *slog.Logger
 }
@@ -169,6 +177,8 @@ type parts struct {
 	bundle   *bundles.Handler
 	queue    *queue
 	registry *registry.Registry
+	readers  *readers.Readers
+	admin    *admin.Admin
 }
 
 // open is the paths that ask nobody who they are.
@@ -182,7 +192,7 @@ func open(req *http.Request) bool {
 
 // open makes the handler of all requests.
 func (s *Server) open(ctx context.Context) error {
-	var p parts
+	p := parts{readers: new(readers.Readers)}
 	if err := s.openStores(ctx, &p); err != nil {
 		return err
 	}
@@ -241,7 +251,7 @@ func (s *Server) openStores(ctx context.Context, p *parts) error {
 
 // openServices makes what works on the stores.
 func (s *Server) openServices(p *parts) (err error) {
-	p.ingester = &ingest.Ingester{Objects: p.store, Catalog: p.catalog, Metrics: ingest.NewMetrics()}
+	p.ingester = &ingest.Ingester{Objects: p.store, Catalog: p.catalog, Metrics: ingest.NewMetrics(), Readers: p.readers}
 	if p.front != nil {
 		p.ingester.Options.Parallel = upstream.Parallel
 	}
@@ -254,6 +264,7 @@ func (s *Server) openServices(p *parts) (err error) {
 		Recipe:     recipeOf(p.ingester),
 		StartupMax: s.opts.StartupMax,
 		Guard:      s.guard,
+		Readers:    p.readers,
 		Log:        s.log,
 	})
 	s.closers = append(s.closers, p.bundle.Close)
@@ -271,7 +282,7 @@ func (s *Server) openServices(p *parts) (err error) {
 		return err
 	}
 	s.closers = append(s.closers, p.registry.Close)
-	return nil
+	return s.openCollector(p)
 }
 
 // route says who answers which path.
@@ -287,6 +298,7 @@ func (s *Server) route(p *parts) http.Handler {
 	for _, e := range bundles.Endpoints() {
 		mux.Handle(e.Method+" "+e.Path, p.bundle)
 	}
+	mux.Handle(admin.Prefix, p.admin.Handler(s.mayAdminister))
 	if s.guard != nil {
 		mux.HandleFunc(login.TokenPath, s.guard.Token)
 		mux.HandleFunc("GET "+MetricsPath, s.serveMetrics)

@@ -83,6 +83,7 @@ import (
 	"hydrofoil.dev/foil/internal/server/catalog"
 	"hydrofoil.dev/foil/internal/server/objects"
 	"hydrofoil.dev/foil/internal/server/planner"
+	"hydrofoil.dev/foil/internal/server/readers"
 )
 
 // Limits on traces.
@@ -115,7 +116,9 @@ type Options struct {
 	Settle time.Duration
 	// Memory bounds the indices kept in memory, bytes; 0 means 32 MiB.
 	Memory int64
-	Log    *slog.Logger // nil means slog.Default
+	// Readers are told who reads objects; nil: nobody is.
+	Readers *readers.Readers
+	Log     *slog.Logger // nil means slog.Default
 }
 
 // Sets keep the startup sets of all images. Close ends what they do in the
@@ -353,7 +356,9 @@ func (s *Sets) run(m Image, j *job) {
 		case <-s.ctx.Done():
 			return
 		}
+		end := s.o.Readers.Begin()
 		err := s.rebuild(s.ctx, m)
+		end()
 		<-s.slot
 		if err != nil && s.ctx.Err() == nil {
 			s.o.Log.Warn("startup sets not built", "repository", m.Repository, "chain_id", m.ChainID, "error", err)
@@ -397,7 +402,7 @@ func (s *Sets) rebuild(ctx context.Context, m Image) error {
 	built.Generation++
 	built.Key, built.Previous = "", row.Key
 	if len(services) > 0 {
-		built.Key = fmt.Sprintf("%s%d", keyPrefix(m), built.Generation)
+		built.Key = fmt.Sprintf("%s%d-%s", keyPrefix(m), built.Generation, objects.Random())
 		if err := next.write(ctx, s.o.Objects, built.Key, t, &planner.Contents{TOC: t, Index: x, Objects: s.o.Objects}); err != nil {
 			return err
 		}

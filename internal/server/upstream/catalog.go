@@ -193,6 +193,11 @@ func (a *Accelerator) manifest(ctx context.Context, repo string, d digest.Digest
 	return m, a.o.Catalog.PutManifest(ctx, repo, m)
 }
 
+// Exists implements catalog.Repositories.
+func (c Catalog) Exists(ctx context.Context, repo string, d digest.Digest) (catalog.Blob, error) {
+	return c.Blob(ctx, repo, d)
+}
+
 // Blob implements catalog.Repositories. A repository has the blob once the
 // upstream has said so.
 func (c Catalog) Blob(ctx context.Context, repo string, d digest.Digest) (catalog.Blob, error) {

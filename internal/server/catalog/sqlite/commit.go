@@ -26,12 +26,15 @@ var errClosed = errors.New("the catalog is closed")
 type request struct {
 	ctx   context.Context
 	bytes int
-	// fn makes the change and returns what the log is told; their versions and times are set later. No
-	// changes: nothing is different.
+	// fn makes the change and returns what the log is told; their versions and times are set later. nil:
+	// nothing is different; unlogged: something is that the log is not told.
 	fn   func(ctx context.Context, tx *sql.Tx) ([]catalog.Change, error)
 	err  error
 	done chan struct{}
 }
+
+// unlogged is the result of a change that the log need not know.
+var unlogged = []catalog.Change{}
 
 // logging is what the goroutine that makes changes knows.
 type logging struct {
@@ -172,6 +175,7 @@ func (c *Catalog) tryChanges(ctx context.Context, batch []*request) (need int, e
 	}
 	defer tx.Rollback() //nolint:errcheck // after a commit there is nothing to roll back
 	var changes []catalog.Change
+	different := false
 	for _, r := range batch {
 		if _, err := tx.ExecContext(ctx, `SAVEPOINT one`); err != nil {
 			return 0, err
@@ -188,12 +192,12 @@ func (c *Catalog) tryChanges(ctx context.Context, batch []*request) (need int, e
 		if _, err := tx.ExecContext(ctx, `RELEASE one`); err != nil {
 			return 0, err
 		}
-		changes = append(changes, made...)
+		changes, different = append(changes, made...), different || made != nil
 	}
-	if len(changes) == 0 {
+	if !different {
 		return 0, nil // what is as it was is durable: it was committed before
 	}
-	if c.l.log == nil {
+	if c.l.log == nil || len(changes) == 0 {
 		return 0, tx.Commit()
 	}
 	if uint64(len(changes)) > c.l.reserved-c.l.version {

@@ -116,7 +116,18 @@ func addPack(ctx context.Context, tx *sql.Tx, p catalog.Pack) error {
 			return err
 		}
 	}
-	return nil
+	return found(ctx, tx)
+}
+
+// found has layers that need segments which were lost need the packs that are their places now.
+func found(ctx context.Context, tx *sql.Tx) error {
+	if _, err := tx.ExecContext(ctx, `INSERT INTO layer_packs SELECT DISTINCT lp.layer, f.pack FROM lost l
+		JOIN segments s ON s.id = l.id JOIN frames f ON f.id = s.frame JOIN layer_packs lp ON lp.pack = l.pack
+		WHERE true ON CONFLICT DO NOTHING`); err != nil {
+		return err
+	}
+	_, err := tx.ExecContext(ctx, `DELETE FROM lost WHERE id IN (SELECT l.id FROM lost l JOIN segments s ON s.id = l.id)`)
+	return err
 }
 
 // Forget implements catalog.Dedup.
@@ -127,8 +138,13 @@ func (c *Catalog) Forget(ctx context.Context, ids []segment.ID) error {
 			for i := range batch {
 				args[i] = batch[i][:]
 			}
-			_, err := tx.ExecContext(ctx, `DELETE FROM segments WHERE id IN (?`+strings.Repeat(`, ?`, len(args)-1)+`)`, args...)
-			if err != nil {
+			in := `IN (?` + strings.Repeat(`, ?`, len(args)-1) + `)`
+			// Who needs them knows this pack: what becomes their place is one that these need too.
+			if _, err := tx.ExecContext(ctx, `INSERT OR IGNORE INTO lost SELECT s.id, f.pack FROM segments s JOIN frames f ON f.id = s.frame
+				WHERE s.id `+in, args...); err != nil {
+				return err
+			}
+			if _, err := tx.ExecContext(ctx, `DELETE FROM segments WHERE id `+in, args...); err != nil {
 				return err
 			}
 		}
@@ -297,9 +313,13 @@ func (r *layerRow) layer() catalog.Layer {
 }
 
 // PutLayer implements catalog.Dedup.
-func (c *Catalog) PutLayer(ctx context.Context, l catalog.Layer) error {
+func (c *Catalog) PutLayer(ctx context.Context, l catalog.Layer, packs ...string) error {
 	err := c.change(ctx, 0, func(ctx context.Context, tx *sql.Tx) ([]catalog.Change, error) {
-		return []catalog.Change{layerChange(l)}, putLayer(ctx, tx, l)
+		err := putLayer(ctx, tx, l)
+		if err == nil && packs != nil {
+			err = putPacks(ctx, tx, l.Blob, packs)
+		}
+		return []catalog.Change{layerChange(l)}, err
 	})
 	if err != nil {
 		return fmt.Errorf("record layer %s: %w", l.Blob, err)
@@ -312,8 +332,11 @@ func layerChange(l catalog.Layer) catalog.Change {
 }
 
 func putLayer(ctx context.Context, tx *sql.Tx, l catalog.Layer) error {
-	_, err := tx.ExecContext(ctx, `INSERT OR REPLACE INTO layers (`+layerColumns+`)
-		VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)`, l.Blob.String(), l.DiffID.String(), l.Entries, l.Refused, l.Size, l.Files,
+	_, err := tx.ExecContext(ctx, `INSERT INTO layers (`+layerColumns+`)
+		VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
+		ON CONFLICT (blob) DO UPDATE SET diff_id = excluded.diff_id, entries = excluded.entries, refused = excluded.refused,
+			size = excluded.size, files = excluded.files, recipe = excluded.recipe, recipe_digest = excluded.recipe_digest,
+			recipe_size = excluded.recipe_size, packed = 0`, l.Blob.String(), l.DiffID.String(), l.Entries, l.Refused, l.Size, l.Files,
 		l.Recipe.Key, l.Recipe.Digest.String(), l.Recipe.Size)
 	return err
 }
@@ -400,7 +423,8 @@ func (c *Catalog) PutRootfs(ctx context.Context, r catalog.Rootfs) error {
 }
 
 func putRootfs(ctx context.Context, tx *sql.Tx, r catalog.Rootfs) error {
-	_, err := tx.ExecContext(ctx, `INSERT OR REPLACE INTO rootfs (chain_id, toc, key, idx) VALUES (?, ?, ?, ?)`,
+	_, err := tx.ExecContext(ctx, `INSERT INTO rootfs (chain_id, toc, key, idx) VALUES (?, ?, ?, ?)
+		ON CONFLICT (chain_id) DO UPDATE SET toc = excluded.toc, key = excluded.key, idx = excluded.idx`,
 		r.ChainID.String(), r.TOC.String(), r.Key, r.Index)
 	return err
 }

@@ -6,3 +6,6 @@ import "database/sql"
 func (c *Catalog) Databases() map[string]*sql.DB {
 	return map[string]*sql.DB{"read": c.read, "write": c.write}
 }
+
+// Migrations are those up to a version.
+func Migrations(version int) []string { return migrations[:version] }

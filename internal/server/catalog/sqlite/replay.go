@@ -5,6 +5,7 @@ import (
 	"database/sql"
 	"errors"
 	"fmt"
+	"time"
 
 	"github.com/opencontainers/go-digest"
 
@@ -14,13 +15,22 @@ import (
 // apply makes a change of a log. What it deletes may not be there.
 func apply(ctx context.Context, tx *sql.Tx, c *catalog.Change) (err error) {
 	var repo int64
-	switch c.Kind {
-	case catalog.ChangedRepository, catalog.ChangedBlob, catalog.ChangedManifest, catalog.ChangedTag:
+	if c.Repo != "" && !c.Gone {
 		if repo, _, err = repository(ctx, tx, c.Repo); err != nil {
 			return err
 		}
 	}
 	switch {
+	case c.Kind == catalog.ChangedRepository && c.Gone:
+		err = dropRepository(ctx, tx, c.Repo)
+	case c.Kind == catalog.ChangedDeletedManifest && c.Gone:
+		_, err = tx.ExecContext(ctx, `DELETE FROM deleted_manifests WHERE repo = (SELECT id FROM repositories WHERE name = ?) AND digest = ?`, c.Repo, c.Name)
+	case c.Kind == catalog.ChangedDeletedManifest:
+		err = putDeletedManifest(ctx, tx, repo, c.Manifest, c.Deleted)
+	case c.Kind == catalog.ChangedDeletedTag && c.Gone:
+		_, err = tx.ExecContext(ctx, `DELETE FROM deleted_tags WHERE repo = (SELECT id FROM repositories WHERE name = ?) AND name = ?`, c.Repo, c.Name)
+	case c.Kind == catalog.ChangedDeletedTag:
+		err = putDeletedTag(ctx, tx, repo, c.Name, c.Target, c.Deleted)
 	case c.Kind == catalog.ChangedBlob && c.Gone:
 		err = dropBlob(ctx, tx, c.Repo, c.Name)
 	case c.Kind == catalog.ChangedBlob:
@@ -56,19 +66,19 @@ func apply(ctx context.Context, tx *sql.Tx, c *catalog.Change) (err error) {
 func (c *Catalog) Replay(ctx context.Context, changes []catalog.Change) error {
 	err := c.update(ctx, func(tx *sql.Tx) error {
 		if _, err := tx.ExecContext(ctx, `CREATE TABLE IF NOT EXISTS replayed (
-			repo TEXT NOT NULL, kind INTEGER NOT NULL, name TEXT NOT NULL, version INTEGER NOT NULL,
+			repo TEXT NOT NULL, kind INTEGER NOT NULL, name TEXT NOT NULL, version INTEGER NOT NULL, gone INTEGER NOT NULL,
 			PRIMARY KEY (repo, kind, name)) STRICT, WITHOUT ROWID`); err != nil {
 			return err
 		}
-		later, err := tx.PrepareContext(ctx, `INSERT INTO replayed VALUES (?, ?, ?, ?)
-			ON CONFLICT (repo, kind, name) DO UPDATE SET version = excluded.version WHERE version < excluded.version`)
+		later, err := tx.PrepareContext(ctx, `INSERT INTO replayed VALUES (?, ?, ?, ?, ?)
+			ON CONFLICT (repo, kind, name) DO UPDATE SET version = excluded.version, gone = excluded.gone WHERE version < excluded.version`)
 		if err != nil {
 			return err
 		}
 		defer later.Close()
 		for i := range changes {
 			change := &changes[i]
-			err := affected(later.ExecContext(ctx, change.Repo, int(change.Kind), change.Name, int64(change.Version)))
+			err := affected(later.ExecContext(ctx, change.Repo, int(change.Kind), change.Name, int64(change.Version), change.Gone))
 			if errors.Is(err, catalog.ErrNotFound) {
 				continue // a later one was made
 			}
@@ -94,6 +104,9 @@ func (c *Catalog) EndReplay(ctx context.Context, version uint64, whole bool) err
 		stage = len(stages)
 	}
 	err := c.update(ctx, func(tx *sql.Tx) error {
+		if err := dropReplayed(ctx, tx); err != nil {
+			return err
+		}
 		if _, err := tx.ExecContext(ctx, `DROP TABLE IF EXISTS replayed`); err != nil {
 			return err
 		}
@@ -102,6 +115,25 @@ func (c *Catalog) EndReplay(ctx context.Context, version uint64, whole bool) err
 	})
 	if err != nil {
 		return fmt.Errorf("end the replay: %w", err)
+	}
+	return nil
+}
+
+// dropReplayed removes repositories that were deleted, and made again by older changes of what they had.
+func dropReplayed(ctx context.Context, tx *sql.Tx) error {
+	var n int
+	err := tx.QueryRowContext(ctx, `SELECT count(*) FROM sqlite_master WHERE name = 'replayed'`).Scan(&n)
+	if err != nil || n == 0 {
+		return err
+	}
+	names, err := textOf(ctx, tx, `SELECT repo FROM replayed WHERE kind = ? AND gone`, int(catalog.ChangedRepository))
+	if err != nil {
+		return err
+	}
+	for _, name := range names {
+		if err := dropRepository(ctx, tx, name); err != nil && !errors.Is(err, catalog.ErrNotFound) {
+			return err
+		}
 	}
 	return nil
 }
@@ -163,6 +195,25 @@ var stages = []stage{
 			err = scan(&c.Name, &toc, &c.Rootfs.Key, &c.Rootfs.Index)
 			c.Rootfs.ChainID, c.Rootfs.TOC = digest.Digest(c.Name), digest.Digest(toc)
 			return c, 0, c.Name, err
+		}},
+	{`SELECT m.id, m.deleted, r.name, ` + manifestColumns + ` FROM deleted_manifests m JOIN repositories r ON r.id = m.repo
+		WHERE m.id > ?1 AND ?2 = '' ORDER BY m.id LIMIT ?3`,
+		func(scan func(...any) error) (c catalog.Change, id int64, name string, err error) {
+			c.Kind = catalog.ChangedDeletedManifest
+			var at int64
+			c.Manifest, err = scanManifest(func(dest ...any) error { return scan(append([]any{&id, &at, &c.Repo}, dest...)...) })
+			c.Name, c.Deleted = c.Manifest.Digest.String(), time.Unix(0, at)
+			return c, id, "", err
+		}},
+	{`SELECT t.repo, t.deleted, r.name, t.name, t.digest FROM deleted_tags t JOIN repositories r ON r.id = t.repo
+		WHERE (t.repo, t.name) > (?1, ?2) ORDER BY t.repo, t.name LIMIT ?3`,
+		func(scan func(...any) error) (c catalog.Change, id int64, name string, err error) {
+			c.Kind = catalog.ChangedDeletedTag
+			var d string
+			var at int64
+			err = scan(&id, &at, &c.Repo, &c.Name, &d)
+			c.Target, c.Deleted = digest.Digest(d), time.Unix(0, at)
+			return c, id, c.Name, err
 		}},
 }
 

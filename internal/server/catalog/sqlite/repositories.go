@@ -33,16 +33,21 @@ func (c *Catalog) LinkBlob(ctx context.Context, repo string, b catalog.Blob) err
 			return nil, err
 		}
 		was := catalog.Blob{Digest: b.Digest}
-		err = tx.QueryRowContext(ctx, `SELECT size, media_type FROM blobs WHERE digest = ? AND repo = ?`, b.Digest.String(), id).
-			Scan(&was.Size, &was.MediaType)
+		err = tx.QueryRowContext(ctx, `UPDATE blobs SET leased = max(leased, ?) WHERE digest = ? AND repo = ? RETURNING size, media_type`,
+			c.leaseEnd(), b.Digest.String(), id).Scan(&was.Size, &was.MediaType)
 		if err == nil && b.MediaType == "" {
 			b.MediaType = was.MediaType
 		}
 		if err == nil && was == b {
-			return nil, nil
+			return unlogged, nil
 		}
 		if err != nil && !errors.Is(err, sql.ErrNoRows) {
 			return nil, err
+		}
+		if err != nil {
+			_, err := tx.ExecContext(ctx, `INSERT INTO blobs (repo, digest, size, media_type, leased) VALUES (?, ?, ?, ?, ?)`,
+				id, b.Digest.String(), b.Size, b.MediaType, c.leaseEnd())
+			return append(changes, catalog.Change{Kind: catalog.ChangedBlob, Repo: repo, Name: b.Digest.String(), Blob: b}), err
 		}
 		return append(changes, catalog.Change{Kind: catalog.ChangedBlob, Repo: repo, Name: b.Digest.String(), Blob: b}), putBlob(ctx, tx, id, b)
 	})
@@ -53,7 +58,8 @@ func (c *Catalog) LinkBlob(ctx context.Context, repo string, b catalog.Blob) err
 }
 
 func putBlob(ctx context.Context, tx *sql.Tx, repo int64, b catalog.Blob) error {
-	_, err := tx.ExecContext(ctx, `INSERT OR REPLACE INTO blobs (repo, digest, size, media_type) VALUES (?, ?, ?, ?)`,
+	_, err := tx.ExecContext(ctx, `INSERT INTO blobs (repo, digest, size, media_type) VALUES (?, ?, ?, ?)
+		ON CONFLICT (digest, repo) DO UPDATE SET size = excluded.size, media_type = excluded.media_type`,
 		repo, b.Digest.String(), b.Size, b.MediaType)
 	return err
 }
@@ -149,7 +155,13 @@ func (c *Catalog) PutManifest(ctx context.Context, repo string, m catalog.Manife
 		if err := putManifest(ctx, tx, id, put); err != nil {
 			return nil, err
 		}
+		if changes, err = forgetDeleted(ctx, tx, changes, repo, id, catalog.ChangedDeletedManifest, m.Digest.String()); err != nil {
+			return nil, err
+		}
 		for _, tag := range tags {
+			if changes, err = forgetDeleted(ctx, tx, changes, repo, id, catalog.ChangedDeletedTag, tag); err != nil {
+				return nil, err
+			}
 			changes = append(changes, catalog.Change{Kind: catalog.ChangedTag, Repo: repo, Name: tag, Target: m.Digest})
 			if err := putTag(ctx, tx, id, tag, m.Digest); err != nil {
 				return nil, err
@@ -164,14 +176,11 @@ func (c *Catalog) PutManifest(ctx context.Context, repo string, m catalog.Manife
 }
 
 func putManifest(ctx context.Context, tx *sql.Tx, repo int64, m catalog.Manifest) error {
-	var annotations []byte
-	if len(m.Annotations) > 0 {
-		var err error
-		if annotations, err = json.Marshal(m.Annotations); err != nil {
-			return err
-		}
+	annotations, err := encodeAnnotations(m)
+	if err != nil {
+		return err
 	}
-	_, err := tx.ExecContext(ctx, `INSERT INTO manifests
+	_, err = tx.ExecContext(ctx, `INSERT INTO manifests
 			(repo, digest, media_type, artifact_type, subject, annotations, bytes, pushed)
 			VALUES (?, ?, ?, ?, ?, ?, ?, ?)
 		ON CONFLICT (repo, digest) DO UPDATE SET media_type = excluded.media_type,
@@ -180,6 +189,13 @@ func putManifest(ctx context.Context, tx *sql.Tx, repo int64, m catalog.Manifest
 		repo, m.Digest.String(), m.MediaType, m.ArtifactType, m.Subject.String(), string(annotations),
 		nonNil(m.Bytes), m.Pushed.UnixNano())
 	return err
+}
+
+func encodeAnnotations(m catalog.Manifest) ([]byte, error) {
+	if len(m.Annotations) == 0 {
+		return nil, nil
+	}
+	return json.Marshal(m.Annotations)
 }
 
 func putTag(ctx context.Context, tx *sql.Tx, repo int64, tag string, d digest.Digest) error {
@@ -226,24 +242,28 @@ func (c *Catalog) Manifest(ctx context.Context, repo string, d digest.Digest) (c
 // DeleteManifest implements catalog.Repositories.
 func (c *Catalog) DeleteManifest(ctx context.Context, repo string, d digest.Digest) error {
 	err := c.change(ctx, 0, func(ctx context.Context, tx *sql.Tx) ([]catalog.Change, error) {
-		if err := dropManifest(ctx, tx, repo, d.String()); err != nil {
-			return nil, err
-		}
-		changes := []catalog.Change{{Kind: catalog.ChangedManifest, Repo: repo, Name: d.String(), Gone: true}}
-		rows, err := tx.QueryContext(ctx, `DELETE FROM tags
-			WHERE repo = (SELECT id FROM repositories WHERE name = ?) AND digest = ? RETURNING name`, repo, d.String())
+		at := time.Now()
+		changes, err := c.keepManifest(ctx, tx, repo, d, at)
 		if err != nil {
 			return nil, err
 		}
-		defer rows.Close()
-		for rows.Next() {
-			tag := catalog.Change{Kind: catalog.ChangedTag, Repo: repo, Gone: true}
-			if err := rows.Scan(&tag.Name); err != nil {
+		if err := dropManifest(ctx, tx, repo, d.String()); err != nil {
+			return nil, err
+		}
+		changes = append(changes, catalog.Change{Kind: catalog.ChangedManifest, Repo: repo, Name: d.String(), Gone: true})
+		tags, err := textOf(ctx, tx, `SELECT name FROM tags
+			WHERE repo = (SELECT id FROM repositories WHERE name = ?) AND digest = ?`, repo, d.String())
+		if err != nil {
+			return nil, err
+		}
+		for _, tag := range tags {
+			gone, err := c.deleteTag(ctx, tx, repo, tag, at)
+			if err != nil {
 				return nil, err
 			}
-			changes = append(changes, tag)
+			changes = append(changes, gone...)
 		}
-		return changes, rows.Err()
+		return changes, nil
 	})
 	if err != nil {
 		return fmt.Errorf("delete manifest %s from %s: %w", d, repo, err)
@@ -316,8 +336,7 @@ func (c *Catalog) Tag(ctx context.Context, repo, tag string) (digest.Digest, err
 // DeleteTag implements catalog.Repositories.
 func (c *Catalog) DeleteTag(ctx context.Context, repo, tag string) error {
 	err := c.change(ctx, 0, func(ctx context.Context, tx *sql.Tx) ([]catalog.Change, error) {
-		gone := catalog.Change{Kind: catalog.ChangedTag, Repo: repo, Name: tag, Gone: true}
-		return []catalog.Change{gone}, dropTag(ctx, tx, repo, tag)
+		return c.deleteTag(ctx, tx, repo, tag, time.Now())
 	})
 	if err != nil {
 		return fmt.Errorf("delete tag %s:%s: %w", repo, tag, err)

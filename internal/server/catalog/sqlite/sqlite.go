@@ -16,6 +16,7 @@ import (
 	"net/url"
 	"path/filepath"
 	"sync"
+	"sync/atomic"
 
 	"github.com/opencontainers/go-digest"
 	"golang.org/x/sys/unix"
@@ -32,7 +33,10 @@ type Catalog struct {
 	read  *sql.DB
 	ask   statements
 
-	l       logging // its requests apart, the changer's
+	l       logging      // its requests apart, the changer's
+	lease   atomic.Int64 // nanoseconds
+	window  atomic.Int64 // nanoseconds
+	kept    kept
 	closing sync.Once
 }
 
@@ -117,6 +121,7 @@ func (c *Catalog) listed(ctx context.Context, stmt *sql.Stmt, ds []digest.Digest
 var (
 	_ catalog.Catalog = (*Catalog)(nil)
 	_ catalog.Logged  = (*Catalog)(nil)
+	_ catalog.Garbage = (*Catalog)(nil)
 )
 
 // Open opens the catalog in the file at path, which is made when missing.
@@ -141,12 +146,15 @@ func open(ctx context.Context, path string) (_ *Catalog, err error) {
 				"synchronous(FULL)",
 				"foreign_keys(1)",
 				"cache_size(-16384)", // KiB a connection
+				"auto_vacuum(2)",     // incremental (Shrink); of a catalog that has none already
 			}, pragmas...),
 			"_txlock": {begin},
 		}
 		return sql.Open("sqlite", (&url.URL{Scheme: "file", Path: abs, RawQuery: q.Encode()}).String())
 	}
 	c := new(Catalog)
+	c.lease.Store(int64(catalog.DefaultLease))
+	c.window.Store(int64(catalog.DefaultWindow))
 	defer func() {
 		if err != nil {
 			c.Close()

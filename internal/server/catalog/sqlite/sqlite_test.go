@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -97,30 +98,30 @@ func TestNewerVersionIsRefused(t *testing.T) {
 	}
 }
 
-// TestLayersOfOldCatalogs: what was ingested before there were recipes has none.
-func TestLayersOfOldCatalogs(t *testing.T) {
-	path := filepath.Join(t.TempDir(), "db")
-	c := open(t, path)
-	want := catalog.Layer{Blob: digest.FromString("blob"), DiffID: digest.FromString("diff"), Entries: "entries/x", Size: 7, Files: 2}
-	if err := errors.Join(c.PutLayer(t.Context(), want), c.Close()); err != nil {
-		t.Fatal(err)
-	}
+// older makes a catalog of an earlier version.
+func older(t *testing.T, path string, version int, statements ...string) {
+	t.Helper()
 	db, err := sql.Open("sqlite", path)
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, statement := range []string{
-		`DROP INDEX layers_without_recipe`, `ALTER TABLE layers DROP COLUMN recipe`, `ALTER TABLE layers DROP COLUMN recipe_digest`,
-		`ALTER TABLE layers DROP COLUMN recipe_size`, `DROP TABLE log`, `PRAGMA user_version = 2`,
-	} {
-		if _, err := db.Exec(statement); err != nil {
-			t.Fatalf("%s: %v", statement, err)
+	statements = append(slices.Clone(sqlite.Migrations(version)), statements...)
+	for _, s := range append(statements, fmt.Sprintf(`PRAGMA user_version = %d`, version)) {
+		if _, err := db.Exec(s); err != nil {
+			t.Fatalf("%s: %v", s, err)
 		}
 	}
 	if err := db.Close(); err != nil {
 		t.Fatal(err)
 	}
-	c = open(t, path)
+}
+
+// TestLayersOfOldCatalogs: what was ingested before there were recipes has none.
+func TestLayersOfOldCatalogs(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "db")
+	want := catalog.Layer{Blob: digest.FromString("blob"), DiffID: digest.FromString("diff"), Entries: "entries/x", Size: 7, Files: 2}
+	older(t, path, 2, `INSERT INTO layers VALUES ('`+want.Blob.String()+`', '`+want.DiffID.String()+`', 'entries/x', '', 7, 2)`)
+	c := open(t, path)
 	defer c.Close()
 	got, err := c.WithoutRecipe(t.Context(), "", 10)
 	if err != nil || len(got) != 1 || got[0] != want {
