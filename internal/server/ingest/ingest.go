@@ -223,7 +223,7 @@ func (g *Ingester) ingest(ctx context.Context, d Descriptor, keep catalog.Keep) 
 			err = closed
 		}
 	}()
-	key := EntriesKey(d.Digest)
+	key := entriesKey(d.Digest)
 	object, err := g.Objects.Create(ctx, key)
 	if err != nil {
 		return row, err
@@ -294,11 +294,11 @@ func (g *Ingester) read(ctx context.Context, blob io.Reader, d Descriptor, packs
 	return made.finish(d.Digest, row.DiffID)
 }
 
-// EntriesKey is where a new entry list of a layer blob is to rest; it is another one each time.
-func EntriesKey(blob digest.Digest) string { return objectKey("entries", blob) }
+// entriesKey is where a new entry list of a layer blob is to rest; it is another one each time.
+func entriesKey(blob digest.Digest) string { return objectKey("entries", blob) }
 
-// TOCKey is where an encoded TOC, of that digest, is to rest; it is another one each time.
-func TOCKey(toc digest.Digest) string { return objectKey("tocs", toc) }
+// tocKey is where an encoded TOC, of that digest, is to rest; it is another one each time.
+func tocKey(toc digest.Digest) string { return objectKey("tocs", toc) }
 
 // objectKey ends with something random: what was deleted is not what comes after it, though it is of the same digest.
 func objectKey(kind string, d digest.Digest) string {
@@ -382,7 +382,7 @@ func (g *Ingester) flattenAnew(ctx context.Context, rows []catalog.Layer) (catal
 		return catalog.Rootfs{}, err
 	}
 	d := toc.Digest(encoded)
-	r := catalog.Rootfs{ChainID: chain, TOC: d, Key: TOCKey(d)}
+	r := catalog.Rootfs{ChainID: chain, TOC: d, Key: tocKey(d)}
 	if err := g.put(ctx, r.Key, encoded); err != nil {
 		return catalog.Rootfs{}, fmt.Errorf("store TOC of rootfs %s: %w", chain, err)
 	}

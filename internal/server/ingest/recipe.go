@@ -18,8 +18,8 @@ import (
 	"hydrofoil.dev/foil/internal/server/objects"
 )
 
-// RecipeKey is where a new recipe of a layer blob is to rest; it is another one each time.
-func RecipeKey(blob digest.Digest) string { return objectKey("recipes", blob) }
+// recipeKey is where a new recipe of a layer blob is to rest; it is another one each time.
+func recipeKey(blob digest.Digest) string { return objectKey("recipes", blob) }
 
 // recipeObject is a recipe that is being written to the store.
 type recipeObject struct {
@@ -30,7 +30,7 @@ type recipeObject struct {
 }
 
 func (g *Ingester) newRecipe(ctx context.Context, blob digest.Digest) (*recipeObject, error) {
-	o := &recipeObject{key: RecipeKey(blob), hash: sha256.New()}
+	o := &recipeObject{key: recipeKey(blob), hash: sha256.New()}
 	var err error
 	if o.object, err = g.Objects.Create(ctx, o.key); err != nil {
 		return nil, err

@@ -220,7 +220,11 @@ func TestRecipeOfAnotherList(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	put(t, s.memory, ingest.EntriesKey(d[0].Digest), get(t, s.memory, other.Entries))
+	first, err := s.Layer(context.Background(), d[0])
+	if err != nil {
+		t.Fatal(err)
+	}
+	put(t, s.memory, first.Entries, get(t, s.memory, other.Entries))
 	if _, err := s.Recipe(context.Background(), d[0]); err == nil || !strings.Contains(err.Error(), "entry list") {
 		t.Errorf("a recipe was made: %v", err)
 	}

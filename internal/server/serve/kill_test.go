@@ -15,10 +15,12 @@ import (
 	"strconv"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
+	"hydrofoil.dev/foil/internal/server/collect"
 	"hydrofoil.dev/foil/internal/server/serve"
 	"hydrofoil.dev/foil/internal/server/upstream"
 )
@@ -30,11 +32,16 @@ const childRoot = "FOIL_TEST_SERVE_ROOT"
 // childUpstream makes it the accelerator of that upstream.
 const childUpstream = "FOIL_TEST_SERVE_UPSTREAM"
 
+// childLease is short, so that a collector has something to do.
+const childLease = 300 * time.Millisecond
+
 func TestMain(m *testing.M) {
 	if root := os.Getenv(childRoot); root != "" {
 		s, err := serve.Start(context.Background(), serve.Options{
 			Root: root, Listen: "127.0.0.1:0",
 			Upstream: upstream.Options{URL: os.Getenv(childUpstream)},
+			Collect:  collect.Options{Leftover: 5 * time.Second, Interval: 20 * time.Millisecond, PackSize: 1 << 20},
+			Lease:    childLease,
 		})
 		if err != nil {
 			fmt.Fprintln(os.Stderr, err)

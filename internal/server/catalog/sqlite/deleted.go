@@ -121,11 +121,11 @@ func forgetDeleted(ctx context.Context, tx *sql.Tx, changes []catalog.Change, re
 
 // Deleted implements catalog.Deleted.
 func (c *Catalog) Deleted(ctx context.Context, repo string) ([]catalog.DeletedItem, error) {
-	return c.deletedItems(ctx, `SELECT r.name, '', d.digest, d.deleted, length(d.bytes) FROM deleted_manifests d JOIN repositories r ON r.id = d.repo
+	return c.deletedItems(ctx, `SELECT * FROM (SELECT r.name, '' AS tag, d.digest, d.deleted AS at, length(d.bytes) FROM deleted_manifests d JOIN repositories r ON r.id = d.repo
 			WHERE ?1 IN ('', r.name)
 		UNION ALL SELECT r.name, d.name, d.digest, d.deleted, 0 FROM deleted_tags d JOIN repositories r ON r.id = d.repo
-			WHERE ?1 IN ('', r.name)
-		ORDER BY 2 <> '', 4, 1, 2, 3`, repo)
+			WHERE ?1 IN ('', r.name))
+		ORDER BY tag <> '', at, 1, 2, 3`, repo)
 }
 
 func (c *Catalog) deletedItems(ctx context.Context, query string, args ...any) (items []catalog.DeletedItem, err error) {
