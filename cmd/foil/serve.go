@@ -109,6 +109,7 @@ func (f *serveFlags) add(flags *pflag.FlagSet) {
 	flags.DurationVar(&f.opts.Collect.Grace, "gc-grace", 24*time.Hour, "for how long a blob stays that no manifest names")
 	flags.DurationVar(&f.opts.Lease, "gc-lease", catalog.DefaultLease, "for how long a blob stays after a client was told that it is there, whatever else")
 	flags.IntVar(&f.opts.Collect.Rate, "gc-rate", 32<<20, "how many `BYTES` a second are read and written to compact packs")
+	flags.Int64Var(&f.opts.Reserve, "reserve", serve.DefaultReserve, "how many `BYTES` of the disk are left for deleting and collecting: pushes are refused when less is free; less than 0: none")
 	flags.TextVar(&f.level, "log-level", slog.LevelInfo, "least `LEVEL` to log: debug, info, warn or error")
 }
 

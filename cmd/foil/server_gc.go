@@ -97,7 +97,7 @@ func newServerUndeleteCommand() *cobra.Command {
 		Short: "Bring back what was deleted, or list what can be",
 		Long: `Brings back a tag or a manifest with all that belongs to it, or all that was deleted of a
 repository. Without an argument it lists what can be brought back. A tag that was pushed again
-meanwhile stays what it is.
+meanwhile stays what it is; the image that it named before comes back by its digest.
 
 Exit codes: 0; 1 an error, or there is nothing like that; 2 the command line makes no sense.`,
 		Example: `  foil server undelete

@@ -39,6 +39,8 @@ type Admin struct {
 	Catalog   Catalog
 	Collector *collect.Collector // nil: this server deletes nothing, as an accelerator
 	Window    time.Duration      // of Collector
+	// Room is asked before something is deleted; nil: there is room.
+	Room func() error
 }
 
 // Reference names what is to be deleted or brought back: all of a repository, if it has neither tag nor digest.
@@ -113,6 +115,11 @@ func (a *Admin) reference(req *http.Request) (r Reference, err error) {
 	}
 	if err := json.NewDecoder(http.MaxBytesReader(nil, req.Body, 64<<10)).Decode(&r); err != nil {
 		return r, errors.Join(errBad, err)
+	}
+	if a.Room != nil {
+		if err := a.Room(); err != nil {
+			return r, err
+		}
 	}
 	if r.Repository == "" || r.Tag != "" && r.Digest != "" {
 		return r, errors.Join(errBad, errors.New("want a repository, and one of a tag and a digest, or neither"))

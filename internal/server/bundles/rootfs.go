@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"strings"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
@@ -116,7 +117,11 @@ func (h *Handler) loadIndex(ctx context.Context, r catalog.Rootfs, t *toc.TOC) (
 				}
 			}
 		}
-		h.log.Warn("frame index is rebuilt", "chain_id", r.ChainID, "error", err)
+		level := slog.LevelWarn
+		if errors.Is(err, errOutdated) { // the collector has compacted them
+			level = slog.LevelInfo
+		}
+		h.log.Log(ctx, level, "frame index is rebuilt", "chain_id", r.ChainID, "error", err)
 	}
 	x, err := planner.Build(ctx, t, r.TOC, h.o.Catalog)
 	if err != nil {

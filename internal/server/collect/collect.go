@@ -65,6 +65,8 @@ type Options struct {
 	Interval time.Duration
 	// Rate bounds what is read and written to compact packs, bytes a second: 32 MiB.
 	Rate int
+	// Begin is called before each pass, and End after it; nil: they are not.
+	Begin, End func() error
 	// PackSize is that of new packs: 64 MiB.
 	PackSize int64
 	Log      *slog.Logger // nil means slog.Default
@@ -253,6 +255,9 @@ func (c *Collector) pass(ctx context.Context, m Mode) (r Report, err error) {
 		c.last = time.Now()
 	}()
 	var errs []error
+	if c.o.Begin != nil {
+		errs = append(errs, c.o.Begin())
+	}
 	for _, step := range []func(context.Context, Mode, *Report) error{
 		c.index, c.purge, c.links, c.layers, c.trees, c.packs,
 		func(ctx context.Context, _ Mode, r *Report) error { return c.removeDoomed(ctx, r) },
@@ -265,6 +270,9 @@ func (c *Collector) pass(ctx context.Context, m Mode) (r Report, err error) {
 		if ctx.Err() != nil {
 			break
 		}
+	}
+	if c.o.End != nil {
+		errs = append(errs, c.o.End())
 	}
 	return r, errors.Join(errs...)
 }

@@ -92,6 +92,8 @@ type Ingester struct {
 	Options Options
 	// Readers are told who reads objects; nil: nobody is.
 	Readers *readers.Readers
+	// Room is asked before a layer is ingested; nil: there is room.
+	Room func() error
 	// Metrics counts what is done; nil: nobody counts.
 	Metrics *Metrics
 
@@ -162,6 +164,11 @@ func (g *Ingester) layer(ctx context.Context, d Descriptor) (catalog.Layer, erro
 	// It may have been done between the look at the catalog and this call.
 	if row, err := g.Catalog.Layer(ctx, d.Digest); !errors.Is(err, catalog.ErrNotFound) {
 		return row, err
+	}
+	if g.Room != nil {
+		if err := g.Room(); err != nil {
+			return catalog.Layer{}, fmt.Errorf("ingest layer %s: %w", d.Digest, err)
+		}
 	}
 	begin, result := time.Now(), failed
 	defer func() { g.Metrics.layer(result, time.Since(begin).Seconds()) }()

@@ -48,6 +48,9 @@ type Options struct {
 	// OnManifest is called after a manifest was pushed and acknowledged, before
 	// the handler returns: it must not block.
 	OnManifest func(repo string, m catalog.Manifest)
+	// Room is asked before a request that adds bytes, or deletes something. Its error is answered; ENOSPC: the disk is
+	// full. nil: there is room.
+	Room func(adds bool) error
 	// MaxManifest is the limit of a manifest's size in bytes; 0 means 4 MiB,
 	// the least that clients may count on.
 	MaxManifest int64
@@ -100,6 +103,9 @@ func New(opts Options) (*Registry, error) {
 		return nil, fmt.Errorf("start registry: %w", err)
 	}
 	ctx, stop := context.WithCancel(context.Background())
+	if opts.Room == nil {
+		opts.Room = func(bool) error { return nil }
+	}
 	r := &Registry{opts: opts, log: opts.Log, uploads: uploads, stop: stop}
 	opts.Catalog = catalog.Hide(opts.Catalog)
 	r.hidden = &Registry{opts: opts, log: opts.Log}
@@ -215,6 +221,11 @@ func dispatch(r *Registry, w http.ResponseWriter, req *http.Request, name, arg s
 	}
 	if err != nil {
 		return err
+	}
+	if e.right != access.Pull {
+		if err := r.opts.Room(e.right == access.Push && req.Method != http.MethodDelete); err != nil {
+			return err
+		}
 	}
 	return e.answer(r, w, req, name, arg)
 }

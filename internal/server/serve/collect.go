@@ -20,7 +20,8 @@ func (s *Server) openCollector(p *parts) error {
 	if s.opts.Lease > 0 {
 		p.local.SetLease(s.opts.Lease)
 	}
-	p.admin = &admin.Admin{Catalog: p.local, Window: o.Window}
+	p.admin = &admin.Admin{Catalog: p.local, Window: o.Window, Room: p.space.spend}
+	o.Begin, o.End = p.space.spend, p.space.refill
 	p.local.SetWindow(0)
 	if p.front == nil {
 		p.local.SetWindow(o.Window)

@@ -29,7 +29,7 @@ import (
 
 // onDemand has a server collect only when it is told to, and lease for no time.
 func onDemand(root string) serve.Options {
-	return serve.Options{Root: root, Lease: 1, Collect: collect.Options{Interval: -1, Leftover: 1, Rate: 1 << 30}}
+	return serve.Options{Root: root, Lease: 1, Reserve: -1, Collect: collect.Options{Interval: -1, Leftover: 1, Rate: 1 << 30}}
 }
 
 // administer asks for something that has to succeed, unless status says otherwise.
@@ -293,14 +293,18 @@ func TestUndelete(t *testing.T) {
 
 	ask("delete", http.StatusOK)
 	images[1].pushTo(t, s.Addr(), repositoryOf(0)) // the tag is another image's now
+	ask("undelete", http.StatusNotFound)
+	tag = admin.Reference{Repository: repositoryOf(0), Digest: digest.FromBytes(images[0].manifest)}
 	if out := ask("undelete", http.StatusOK); len(out.Items) != 1 || out.Items[0].Tag != "" {
 		t.Errorf("brought back %+v, want the manifest alone", out)
 	}
 	wantBundle(t, s.Addr(), repositoryOf(0), "1", digest.FromBytes(images[1].manifest))
 
-	ask("delete", http.StatusOK)
-	now(true)
-	ask("undelete", http.StatusNotFound)
+	for _, tag = range []admin.Reference{tag, {Repository: repositoryOf(0), Tag: "1"}} {
+		ask("delete", http.StatusOK)
+		now(true)
+		ask("undelete", http.StatusNotFound)
+	}
 	gone()
 	wantWhole(t, s.Addr(), 1, images[1])
 }

@@ -9,6 +9,8 @@
 //	objects/  blobs, packs, what ingest makes, and the journal (package objects, Dir)
 //	uploads/  uploads under way (package registry)
 //	upstream  of an accelerator: the URL of its upstream
+//	reserve   room for deletions when the disk is full
+//	admin.sock where administrators ask (package admin)
 //	fetching/ downloads from there under way (package upstream)
 //
 // All of it has to be on one file system, so that a finished upload becomes an
@@ -88,6 +90,9 @@ type Options struct {
 	Collect collect.Options
 	// Lease is for how long a blob stays after a client was told that it is there; 0 means catalog.DefaultLease.
 	Lease time.Duration
+	// Reserve is how much of the disk is left for deleting and collecting, bytes: pushes are refused when less is free.
+	// 0 means DefaultReserve; negative: none.
+	Reserve int64
 	// Log takes a line a request; nil means slog.Default.
 	Log *slog.Logger
 }
@@ -178,6 +183,7 @@ type parts struct {
 	queue    *queue
 	registry *registry.Registry
 	readers  *readers.Readers
+	space    *space
 	admin    *admin.Admin
 }
 
@@ -192,7 +198,7 @@ func open(req *http.Request) bool {
 
 // open makes the handler of all requests.
 func (s *Server) open(ctx context.Context) error {
-	p := parts{readers: new(readers.Readers)}
+	p := parts{readers: new(readers.Readers), space: newSpace(s.opts.Root, s.opts.Reserve)}
 	if err := s.openStores(ctx, &p); err != nil {
 		return err
 	}
@@ -204,6 +210,7 @@ func (s *Server) open(ctx context.Context) error {
 	}
 	requests := newRequestMetrics()
 	s.metrics = append(append(requests.all(), s.guard.Metrics()...), p.ingester.Metrics, p.bundle.Metrics(), p.queue.metrics())
+	s.metrics = append(s.metrics, p.space.metrics()...)
 	if p.front != nil {
 		s.metrics = append(s.metrics, p.front.Metrics())
 	}
@@ -251,7 +258,7 @@ func (s *Server) openStores(ctx context.Context, p *parts) error {
 
 // openServices makes what works on the stores.
 func (s *Server) openServices(p *parts) (err error) {
-	p.ingester = &ingest.Ingester{Objects: p.store, Catalog: p.catalog, Metrics: ingest.NewMetrics(), Readers: p.readers}
+	p.ingester = &ingest.Ingester{Objects: p.store, Catalog: p.catalog, Metrics: ingest.NewMetrics(), Readers: p.readers, Room: p.space.full}
 	if p.front != nil {
 		p.ingester.Options.Parallel = upstream.Parallel
 	}
@@ -275,6 +282,7 @@ func (s *Server) openServices(p *parts) (err error) {
 		Catalog:    p.catalog,
 		Uploads:    filepath.Join(s.opts.Root, "uploads"),
 		OnManifest: p.queue.add,
+		Room:       p.space.room,
 		Guard:      s.guard,
 		Log:        s.log,
 	})
@@ -282,6 +290,9 @@ func (s *Server) openServices(p *parts) (err error) {
 		return err
 	}
 	s.closers = append(s.closers, p.registry.Close)
+	if err := p.space.refill(); err != nil {
+		return err
+	}
 	return s.openCollector(p)
 }
 
@@ -310,6 +321,9 @@ func (s *Server) route(p *parts) http.Handler {
 			return
 		}
 		fmt.Fprintln(w, "ok")
+		if low := p.space.low(); low != "" { // no reason to restart it: a probe is content
+			fmt.Fprintln(w, low)
+		}
 	})
 	return mux
 }

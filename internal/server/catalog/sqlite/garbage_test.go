@@ -1,0 +1,177 @@
+package sqlite_test
+
+import (
+	"errors"
+	"path/filepath"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/opencontainers/go-digest"
+
+	"hydrofoil.dev/foil/internal/format/segment"
+	"hydrofoil.dev/foil/internal/server/catalog"
+	"hydrofoil.dev/foil/internal/server/catalog/catalogtest"
+	"hydrofoil.dev/foil/internal/server/catalog/sqlite"
+)
+
+func packOf(key string, ids ...segment.ID) catalog.Pack {
+	f := catalog.Frame{Offset: 8, Length: 100}
+	for _, id := range ids {
+		f.Segments = append(f.Segments, catalog.FrameSegment{ID: id, Length: 10})
+		f.RawLength += 10
+	}
+	return catalog.Pack{Key: key, Size: 200, Frames: []catalog.Frame{f}}
+}
+
+func everything() catalog.Due { return catalog.Due{Now: time.Now(), Grace: -1, Limit: 100} }
+
+// place returns the pack where a segment rests, and "" when there is none.
+func place(t *testing.T, c *sqlite.Catalog, id segment.ID) string {
+	t.Helper()
+	l, err := c.Locate(t.Context(), []segment.ID{id})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if l[0].Frame == nil {
+		return ""
+	}
+	return l[0].Frame.Pack
+}
+
+// A pack is not replaced while somebody relies on it, or came to need it since it was looked at; and what is replaced
+// is found in the new one.
+func TestReplacePacks(t *testing.T) {
+	c := open(t, filepath.Join(t.TempDir(), "db"))
+	defer c.Close()
+	ctx := t.Context()
+	a, b := catalogtest.ID(1), catalogtest.ID(2)
+	must(t, c.AddPack(ctx, packOf("packs/old", a, b)))
+	look := func() []catalog.PackUse {
+		t.Helper()
+		packs, err := c.PacksToReview(ctx, everything())
+		must(t, err)
+		return packs
+	}
+	packs := look()
+	if len(packs) != 1 || packs[0].Key != "packs/old" || !packs[0].Here[a] || len(packs[0].Layers) != 0 {
+		t.Fatalf("packs to review: %+v", packs)
+	}
+	keep := c.Keep()
+	if l, err := keep.Locate(ctx, []segment.ID{a}); err != nil || l[0].Frame == nil {
+		t.Fatalf("%+v, %v", l, err)
+	}
+	if err := c.ReplacePacks(ctx, packs, nil); !errors.Is(err, catalog.ErrInUse) {
+		t.Errorf("a pack that is kept: %v", err)
+	}
+	blob := digest.FromString("layer")
+	must(t, c.LinkBlob(ctx, "r", catalog.Blob{Digest: blob, Size: 1}), c.PutLayer(ctx, catalog.Layer{Blob: blob, Entries: "entries/x"}, keep.Packs()...))
+	keep.Release()
+	if err := c.ReplacePacks(ctx, packs, nil); !errors.Is(err, catalog.ErrInUse) {
+		t.Errorf("a pack that a layer needs since it was looked at: %v", err)
+	}
+	if packs = look(); len(packs) != 1 || !slices.Equal(packs[0].Layers, []digest.Digest{blob}) {
+		t.Fatalf("packs to review: %+v", packs)
+	}
+	by := packOf("packs/new", a)
+	must(t, c.ReplacePacks(ctx, packs, &by))
+	if got, gone := place(t, c, a), place(t, c, b); got != "packs/new" || gone != "" {
+		t.Errorf("the live segment is in %q, the dead one in %q", got, gone)
+	}
+	if known, err := c.PacksKnown(ctx, []string{"packs/old"}); known || err != nil {
+		t.Errorf("the old pack is known: %v, %v", known, err)
+	}
+	doomed, err := c.Doomed(ctx, time.Now().Add(time.Minute), 10)
+	if err != nil || !slices.Equal(doomed, []string{"packs/old"}) {
+		t.Errorf("doomed %q, %v", doomed, err)
+	}
+	if packs = look(); len(packs) != 1 || !slices.Equal(packs[0].Layers, []digest.Digest{blob}) {
+		t.Errorf("the new pack is needed by %+v", packs)
+	}
+}
+
+// Layers that need segments which were lost need the pack where somebody stores them again.
+func TestLostSegmentsAreNeeded(t *testing.T) {
+	c := open(t, filepath.Join(t.TempDir(), "db"))
+	defer c.Close()
+	ctx := t.Context()
+	a := catalogtest.ID(1)
+	must(t, c.AddPack(ctx, packOf("packs/old", a)))
+	blob := digest.FromString("layer")
+	must(t, c.PutLayer(ctx, catalog.Layer{Blob: blob, Entries: "entries/x"}, "packs/old"), c.Forget(ctx, []segment.ID{a}), c.AddPack(ctx, packOf("packs/new", a)))
+	packs, err := c.PacksToReview(ctx, everything())
+	must(t, err)
+	for _, p := range packs {
+		if p.Key == "packs/new" && !slices.Equal(p.Layers, []digest.Digest{blob}) {
+			t.Errorf("the new pack is needed by %v", p.Layers)
+		}
+	}
+	if place(t, c, a) != "packs/new" {
+		t.Error("it is not found where it was stored again")
+	}
+}
+
+// A blob stays while a manifest names it, can be brought back, or a client was told that it is there.
+func TestLinks(t *testing.T) {
+	c := open(t, filepath.Join(t.TempDir(), "db"))
+	defer c.Close()
+	ctx := t.Context()
+	c.SetLease(1)
+	d := digest.FromString("blob")
+	m := catalog.Manifest{MediaType: "m/t", Bytes: []byte(`{"layers":[{"digest":"` + d.String() + `"}]}`), Pushed: time.Now()}
+	m.Digest = digest.FromBytes(m.Bytes)
+	must(t, c.LinkBlob(ctx, "r", catalog.Blob{Digest: d, Size: 4}), c.PutManifest(ctx, "r", m, "latest"))
+	stays := func(why string, want bool) {
+		t.Helper()
+		if _, err := c.CollectLinks(ctx, everything()); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := c.Blob(ctx, "r", d); (err == nil) != want {
+			t.Errorf("%s: %v", why, err)
+		}
+	}
+	stays("a manifest names it", true)
+	must(t, c.DeleteManifest(ctx, "r", m.Digest))
+	stays("the manifest can be brought back", true)
+	c.SetLease(time.Hour)
+	if _, err := c.Exists(ctx, "r", d); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := c.Purge(ctx, time.Now().Add(time.Minute), 10); err != nil {
+		t.Fatal(err)
+	}
+	stays("a client was told that it is there", true)
+	due := everything()
+	due.Now = due.Now.Add(2 * time.Hour)
+	if done, err := c.CollectLinks(ctx, due); err != nil || done.Dead != 1 {
+		t.Errorf("after the lease: %+v, %v", done, err)
+	}
+	stays("nothing needs it", false)
+	items, err := c.Deleted(ctx, "")
+	if err != nil || len(items) != 0 {
+		t.Errorf("what can be brought back of what was purged: %+v, %v", items, err)
+	}
+}
+
+// A catalog of before knows what its manifests name, and has everything reviewed.
+func TestGarbageOfOldCatalogs(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "db")
+	named, orphan := digest.FromString("named").String(), digest.FromString("orphan").String()
+	older(t, path, 4, `INSERT INTO repositories VALUES (1, 'r')`,
+		`INSERT INTO blobs VALUES (1, '`+named+`', 1, ''), (1, '`+orphan+`', 1, '')`,
+		`INSERT INTO manifests VALUES (1, 1, 'sha256:m', 'm/t', '', '', '', CAST('{"config":{"digest":"`+named+`"}}' AS BLOB), 0)`,
+		`INSERT INTO packs VALUES (1, 'packs/x', 10)`)
+	c := open(t, path)
+	defer c.Close()
+	done, err := c.CollectLinks(t.Context(), everything())
+	if err != nil || done.Dead != 1 {
+		t.Errorf("collected %+v, %v", done, err)
+	}
+	if _, err := c.Blob(t.Context(), "r", digest.Digest(named)); err != nil {
+		t.Errorf("a blob that a manifest names: %v", err)
+	}
+	packs, err := c.PacksToReview(t.Context(), everything())
+	if err != nil || len(packs) != 1 {
+		t.Errorf("packs to review: %+v, %v", packs, err)
+	}
+}
