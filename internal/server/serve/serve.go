@@ -211,6 +211,9 @@ func (s *Server) open(ctx context.Context) error {
 	requests := newRequestMetrics()
 	s.metrics = append(append(requests.all(), s.guard.Metrics()...), p.ingester.Metrics, p.bundle.Metrics(), p.queue.metrics())
 	s.metrics = append(s.metrics, p.space.metrics()...)
+	if p.admin.Collector != nil {
+		s.metrics = append(s.metrics, p.admin.Collector.Metrics()...)
+	}
 	if p.front != nil {
 		s.metrics = append(s.metrics, p.front.Metrics())
 	}
