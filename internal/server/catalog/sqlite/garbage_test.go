@@ -2,6 +2,7 @@ package sqlite_test
 
 import (
 	"errors"
+	"os"
 	"path/filepath"
 	"slices"
 	"testing"
@@ -173,5 +174,30 @@ func TestGarbageOfOldCatalogs(t *testing.T) {
 	packs, err := c.PacksToReview(t.Context(), everything())
 	if err != nil || len(packs) != 1 {
 		t.Errorf("packs to review: %+v, %v", packs, err)
+	}
+}
+
+// What was collected makes the catalog's file smaller.
+func TestShrink(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "db")
+	c := open(t, path)
+	defer c.Close()
+	ctx := t.Context()
+	big := catalog.Manifest{MediaType: "m/t", Bytes: make([]byte, 4<<20), Pushed: time.Now()}
+	big.Digest = digest.FromBytes(big.Bytes)
+	must(t, c.PutManifest(ctx, "r", big), c.DeleteManifest(ctx, "r", big.Digest))
+	if _, err := c.Purge(ctx, time.Now().Add(time.Minute), 10); err != nil {
+		t.Fatal(err)
+	}
+	for more := true; more; {
+		var err error
+		if more, err = c.Shrink(ctx); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, name := range []string{path, path + "-wal"} {
+		if info, err := os.Stat(name); err != nil || info.Size() > 1<<20 {
+			t.Errorf("%s: %v, %v", filepath.Base(name), info, err)
+		}
 	}
 }

@@ -142,11 +142,11 @@ func open(ctx context.Context, path string) (_ *Catalog, err error) {
 		q := url.Values{
 			"_pragma": append([]string{
 				"busy_timeout(10000)",
+				"auto_vacuum(2)", // incremental (Shrink), of a catalog that is made now
 				"journal_mode(WAL)",
 				"synchronous(FULL)",
 				"foreign_keys(1)",
 				"cache_size(-16384)", // KiB a connection
-				"auto_vacuum(2)",     // incremental (Shrink); of a catalog that has none already
 			}, pragmas...),
 			"_txlock": {begin},
 		}
