@@ -47,6 +47,9 @@ func (g *Ingester) repair(ctx context.Context, layers []Descriptor) (catalog.Roo
 			return catalog.Rootfs{}, fmt.Errorf("repair layer %s: %w", row.Blob, err)
 		}
 	}
+	if rows, err = g.layers(ctx, layers); err != nil { // what was made anew has other names
+		return catalog.Rootfs{}, err
+	}
 	return g.flattenAnew(ctx, rows)
 }
 
