@@ -2,7 +2,6 @@ package serve_test
 
 import (
 	"bytes"
-	"fmt"
 	"io"
 	"math/rand/v2"
 	"net/http"
@@ -200,7 +199,8 @@ func TestKilledWhileCollecting(t *testing.T) {
 		o.check(t, base)
 	}
 	t.Logf("%d kills; acknowledged %v; collected %+v; rebuilt %+v", rounds, acked, done, report.Catalog)
-	if done.Packs+done.Compacted == 0 || acked["undelete"] == 0 {
-		t.Error(fmt.Errorf("nothing was tested"))
+	// What passes between two kills have done is mostly not in done: the server makes some itself.
+	if acked["undelete"] == 0 || acked["delete"] == 0 {
+		t.Error("nothing was tested")
 	}
 }
