@@ -177,7 +177,14 @@ func (n *strictNode) refusesALie(t *testing.T) {
 		t.Errorf("no snapshot among %q says that it failed", names)
 	}
 
+	// Its server may be honest by now: containerd has snapshots of its layers, and asks for no others.
 	n.server.Serve("lie:1", truth)
+	if _, err := n.images.PullImage(t.Context(), &cri.PullImageRequest{Image: &cri.ImageSpec{Image: ref}}); err != nil {
+		t.Errorf("pulled again, as with the policy Always: %v", err)
+	}
+	if id, err := p.start(t.Context(), ref); err == nil || !strings.Contains(err.Error(), "/evil is not as in the layers") {
+		t.Errorf("pulled again and not removed, a container %s of it: %v", id, err)
+	}
 	if _, err := n.images.RemoveImage(t.Context(), &cri.RemoveImageRequest{Image: &cri.ImageSpec{Image: ref}}); err != nil {
 		t.Fatal(err)
 	}
