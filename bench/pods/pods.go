@@ -6,8 +6,8 @@
 // before, of other images. With Hydrofoil there are two nodes: of the first one's pod nobody has traced the image; the
 // second one, which is another, comes when the server has learned from what the first reported.
 //
-// A pod may have arguments of its own (args:). Then it is another service than the image's: what was learned of one is
-// not used for the other, so that each is measured by itself.
+// A pod may have arguments of its own (args:). Then it is another service than the image's. The server forgets all of an
+// image's before each measurement, so that each is measured by itself.
 //
 // The kubelet asks a readiness probe once a second, and shows the answer when it next looks. So "ready" comes in steps,
 // and up to two seconds after "answers", which is asked from outside every 2 ms.
