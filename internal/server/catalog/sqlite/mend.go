@@ -104,7 +104,9 @@ func firstFrame(ctx context.Context, tx *sql.Tx, pack int64) (int64, error) {
 			low = middle + 1
 		}
 	}
-	return low, nil
+	// Before it there may be a gap, of packs that were replaced.
+	err := tx.QueryRowContext(ctx, `SELECT coalesce(min(id), ?1) FROM frames WHERE id >= ?1`, low).Scan(&low)
+	return low, err
 }
 
 // ReplacePack forgets a pack with all that it is the place of, and records another one, if it is not nil, in one
@@ -302,6 +304,10 @@ func register(ctx context.Context, tx *sql.Tx, of catalog.Change) (catalog.Chang
 		now.Rootfs.ChainID = digest.Digest(of.Name)
 		err = tx.QueryRowContext(ctx, `SELECT toc, key, idx FROM rootfs WHERE chain_id = ?`, of.Name).
 			Scan(&now.Rootfs.TOC, &now.Rootfs.Key, &now.Rootfs.Index)
+	case catalog.ChangesWhole:
+		var stage int
+		err = tx.QueryRowContext(ctx, `SELECT stage FROM log`).Scan(&stage)
+		now.Gone = stage < len(stages)
 	default:
 		return now, fmt.Errorf("change of kind %d", of.Kind)
 	}
