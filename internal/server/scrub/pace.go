@@ -2,7 +2,10 @@ package scrub
 
 import (
 	"context"
+	"fmt"
 	"io"
+	"strconv"
+	"strings"
 
 	"golang.org/x/time/rate"
 
@@ -46,4 +49,27 @@ func (r *pacedReader) Read(b []byte) (int, error) {
 		return n, werr
 	}
 	return n, err
+}
+
+// Rate is how many bytes a second are read, as the value of a flag; 0: nothing bounds it.
+type Rate int64
+
+// String, Set and Type make it the value of a flag.
+func (r *Rate) String() string { return strconv.FormatInt(int64(*r), 10) }
+
+// Type names what Set takes.
+func (r *Rate) Type() string { return "rate" }
+
+// Set reads "100000", "64K", "20M" or "1G".
+func (r *Rate) Set(s string) error {
+	digits, shift := s, 0
+	if i := strings.IndexAny(s, "KMG"); i >= 0 && i == len(s)-1 {
+		digits, shift = s[:i], 10*(1+strings.IndexByte("KMG", s[i]))
+	}
+	n, err := strconv.ParseInt(digits, 10, 64)
+	if err != nil || n < 0 || n > 1<<30 && shift > 0 {
+		return fmt.Errorf("want bytes a second like 20M, not %q", s)
+	}
+	*r = Rate(n << shift)
+	return nil
 }

@@ -323,3 +323,29 @@ func TestScrubIsKilled(t *testing.T) {
 		})
 	}
 }
+
+// A server scrubs while it serves: what is in its memory of what was damaged is forgotten, and pulls that come meanwhile are right.
+func TestScrubWhileServing(t *testing.T) {
+	s := newScrubbed(t)
+	for _, kind := range []string{"packs", "startup", "indices"} {
+		s.damage(t, kind, flip)
+	}
+	var log logtest.Buffer
+	server := start(t, serve.Options{Root: s.root, ScrubRate: 50 << 20, Log: slog.New(slog.NewTextHandler(&log, nil))})
+	defer http.DefaultClient.CloseIdleConnections()
+	for !strings.Contains(log.String(), "scrub: all was read") {
+		for repo := range s.images { // some of these repair, some get what is damaged, and none gets what it could take for right
+			_, _ = askFor(http.DefaultClient, server.Addr(), repo, nil)
+		}
+	}
+	for _, kind := range []string{"packs", "startup"} {
+		if !strings.Contains(log.String(), "scrub: mended\" kind="+kind) {
+			t.Errorf("%s were not mended: %s", kind, log.String())
+		}
+	}
+	for repo := range s.images {
+		if wrong, err := askFor(http.DefaultClient, server.Addr(), repo, nil); err != nil || len(wrong) > 0 {
+			t.Errorf("%s: %v, %d wrong segments", repo, err, len(wrong))
+		}
+	}
+}
