@@ -87,6 +87,7 @@ type importer struct {
 	mu     sync.Mutex
 	r      Report                   // guarded by mu
 	holder map[digest.Digest]string // guarded by mu: a repository of the server that has the blob
+	met    map[string]bool          // guarded by mu: of a dry run
 }
 
 // maxHolders bounds what is remembered for mounts.
@@ -104,7 +105,7 @@ func Run(ctx context.Context, o Options) (*Report, error) {
 	if o.Progress == nil {
 		o.Progress = func(Report) {}
 	}
-	i := &importer{o: o, sending: semaphore.NewWeighted(int64(o.Parallel)), holder: map[digest.Digest]string{}}
+	i := &importer{o: o, sending: semaphore.NewWeighted(int64(o.Parallel)), holder: map[digest.Digest]string{}, met: map[string]bool{}}
 	for _, p := range o.Repositories {
 		pattern, err := access.ParsePattern(p)
 		if err != nil {
@@ -236,6 +237,9 @@ func (p *place) image(ctx context.Context, d digest.Digest) (document, error) {
 		if err := p.parts(ctx, m); err != nil {
 			return m, err
 		}
+		if p.o.DryRun && !p.first(d) {
+			return m, nil
+		}
 		if !p.o.DryRun {
 			if err := p.repo.Manifests().Push(ctx, m.desc, bytes.NewReader(m.bytes)); err != nil {
 				return m, fmt.Errorf("push manifest %s: %w", d, err)
@@ -332,6 +336,9 @@ func (p *place) send(ctx context.Context, d ocispec.Descriptor) error {
 	}
 	holder := p.note(d.Digest)
 	if p.o.DryRun {
+		if !p.first(d.Digest) {
+			return nil
+		}
 		if holder == "" {
 			p.count(func(r *Report) { r.Blobs, r.Bytes = r.Blobs+1, r.Bytes+d.Size })
 		} else {
@@ -376,6 +383,16 @@ func (p *place) sent(d ocispec.Descriptor, from **checked, err error) error {
 		}
 	})
 	return nil
+}
+
+// first reports whether a dry run meets something of the repository for the first time: nothing of it gets there.
+func (p *place) first(d digest.Digest) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	key := p.name + " " + d.String()
+	met := p.met[key]
+	p.met[key] = true
+	return !met
 }
 
 // note remembers that the repository has a blob, or soon will. It returns another one that has.
