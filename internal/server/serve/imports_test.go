@@ -3,6 +3,7 @@ package serve_test
 import (
 	"bytes"
 	"context"
+	"encoding/base64"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -299,5 +300,28 @@ func TestImportIsKilled(t *testing.T) {
 				t.Errorf("after the import: %v", wrong)
 			}
 		})
+	}
+}
+
+// An import needs the right to push, and has it from Docker's configuration.
+func TestImportWithRights(t *testing.T) {
+	e := newElsewhere(t)
+	g := startGuarded(t, "", nil)
+	t.Setenv("DOCKER_CONFIG", t.TempDir())
+	login := func(user string) {
+		secret := base64.StdEncoding.EncodeToString([]byte(user + ":password of " + user))
+		writeFile(t, filepath.Join(os.Getenv("DOCKER_CONFIG"), "config.json"), fmt.Sprintf(`{"auths": {%q: {"auth": %q}}}`, g.Addr(), secret))
+	}
+	o := imports.Options{From: filepath.Join(e.dir, "data"), To: "http://" + g.Addr() + "/mine", Repositories: []string{"team/*"}}
+	if _, err := imports.Run(t.Context(), o); err == nil || !strings.Contains(err.Error(), "401") && !strings.Contains(err.Error(), "credential") {
+		t.Errorf("without a login: %v", err)
+	}
+	login("pull")
+	if r := runImport(t, o); r.Manifests > 0 || len(r.Failures) == 0 {
+		t.Errorf("without the right: %+v", r)
+	}
+	login("pusher")
+	if r := runImport(t, o); r.Manifests != 10 || len(r.Failures) > 0 {
+		t.Errorf("with the right: %+v", r)
 	}
 }
