@@ -80,10 +80,12 @@ func (s *Scrubber) list(ctx context.Context, row catalog.Layer) (read int64, err
 		return 0, err
 	}
 	defer object.Close()
-	counted := &counting{Reader: object}
-	list, err := layer.NewListReader(counted)
+	if read, err = s.store.Stat(ctx, row.Entries); err != nil {
+		return 0, err
+	}
+	list, err := layer.NewListReader(object)
 	if err != nil {
-		return counted.n, err
+		return read, err
 	}
 	defer list.Close()
 	var ids []segment.ID
@@ -103,10 +105,10 @@ func (s *Scrubber) list(ctx context.Context, row catalog.Layer) (read int64, err
 	for {
 		e, err := list.Next()
 		if err == io.EOF {
-			return counted.n, look()
+			return read, look()
 		}
 		if err != nil {
-			return counted.n, err
+			return read, err
 		}
 		for _, g := range e.Segments {
 			if !g.ID.IsHole() {
@@ -115,21 +117,10 @@ func (s *Scrubber) list(ctx context.Context, row catalog.Layer) (read int64, err
 		}
 		if len(ids) >= 4096 {
 			if err := look(); err != nil {
-				return counted.n, err
+				return read, err
 			}
 		}
 	}
-}
-
-type counting struct {
-	io.Reader
-	n int64
-}
-
-func (c *counting) Read(b []byte) (int, error) {
-	n, err := c.Reader.Read(b)
-	c.n += int64(n)
-	return n, err
 }
 
 // derivedDamage is damage for what is made of blobs.
@@ -157,7 +148,7 @@ func (s *Scrubber) rootfs(ctx context.Context, after string) error {
 
 // tree looks at the TOC of a rootfs, at its index and at its orders.
 func (s *Scrubber) tree(ctx context.Context, r catalog.Rootfs) (read int64, err error) {
-	b, wrong := s.object(ctx, r.Key)
+	b, wrong := objects.Read(ctx, s.store, r.Key, maxObject)
 	if wrong == nil && toc.Digest(b) != r.TOC {
 		wrong = &layer.DigestError{Layer: r.TOC, What: "TOC", Got: toc.Digest(b), Want: r.TOC}
 	}
@@ -215,7 +206,7 @@ func (s *Scrubber) index(ctx context.Context, r catalog.Rootfs, t *toc.TOC) (rea
 	if r.Index == "" {
 		return 0, nil
 	}
-	b, wrong := s.object(ctx, r.Index)
+	b, wrong := objects.Read(ctx, s.store, r.Index, maxObject)
 	if wrong == nil {
 		_, wrong = planner.Decode(b, t, r.TOC)
 	}
@@ -240,7 +231,7 @@ func (s *Scrubber) index(ctx context.Context, r catalog.Rootfs, t *toc.TOC) (rea
 		}
 		return read, s.found(Finding{Key: r.Index, Of: r.ChainID, Why: wrong.Error()})
 	}
-	if err := s.put(ctx, r.Index, now); err != nil {
+	if err := objects.Put(ctx, s.o.Objects, r.Index, now); err != nil {
 		return read, err
 	}
 	s.o.Remade(r.TOC)
@@ -257,7 +248,7 @@ func (s *Scrubber) orders(ctx context.Context, r catalog.Rootfs, t *toc.TOC) (re
 	prefix := fmt.Sprintf("orders/%s/%s-", r.TOC.Algorithm(), r.TOC.Encoded())
 	err = s.o.Objects.List(ctx, prefix, func(key string, _ int64) error {
 		config := digest.NewDigestFromEncoded(r.TOC.Algorithm(), strings.TrimPrefix(key, prefix))
-		b, wrong := s.object(ctx, key)
+		b, wrong := objects.Read(ctx, s.store, key, maxObject)
 		if wrong == nil {
 			read += int64(len(b))
 			_, wrong = planner.DecodeOrder(b, config, r.TOC, len(t.Segments))
@@ -302,7 +293,7 @@ func (s *Scrubber) pages(ctx context.Context, m catalog.StartupImage) (read int6
 	if err != nil {
 		return 0, err
 	}
-	b, err := s.object(ctx, r.Key)
+	b, err := objects.Read(ctx, s.store, r.Key, maxObject)
 	if err != nil || toc.Digest(b) != r.TOC {
 		return 0, cmpCtx(ctx, nil) // found before
 	}
@@ -336,7 +327,7 @@ func (s *Scrubber) mendPages(ctx context.Context, m catalog.StartupImage, wrong 
 
 func (s *Scrubber) manifests(ctx context.Context) error {
 	// In no order that a name could say: they are few bytes, and looked at from the first one again.
-	return s.o.Catalog.EachManifest(ctx, "", func(m manifest) error {
+	return s.o.Catalog.EachManifest(ctx, func(m manifest) error {
 		if m.Digest.Algorithm().FromBytes(m.Bytes) != m.Digest {
 			err := s.found(Finding{Key: m.Repository + "@" + m.Digest.String(), Of: m.Digest, Why: "its bytes in the catalog are others: foil server rebuild takes them from the journal"})
 			if err != nil {
@@ -349,34 +340,3 @@ func (s *Scrubber) manifests(ctx context.Context) error {
 
 // maxObject bounds what is read at once.
 const maxObject = 1 << 30
-
-// object reads a whole object.
-func (s *Scrubber) object(ctx context.Context, key string) ([]byte, error) {
-	size, err := s.store.Stat(ctx, key)
-	if err != nil {
-		return nil, err
-	}
-	if size > maxObject {
-		return nil, fmt.Errorf("object %s has %d bytes: %w", key, size, objects.ErrRange)
-	}
-	r, err := s.store.Open(ctx, key, 0, size)
-	if err != nil {
-		return nil, err
-	}
-	defer r.Close()
-	b := make([]byte, size)
-	_, err = io.ReadFull(r, b)
-	return b, err
-}
-
-func (s *Scrubber) put(ctx context.Context, key string, b []byte) error {
-	w, err := s.o.Objects.Create(ctx, key)
-	if err != nil {
-		return err
-	}
-	defer w.Close()
-	if _, err := w.Write(b); err != nil {
-		return err
-	}
-	return w.Commit()
-}

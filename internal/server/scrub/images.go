@@ -28,7 +28,7 @@ func (s *Scrubber) nameImages(ctx context.Context) error {
 	if len(of) == 0 {
 		return nil
 	}
-	return s.o.Catalog.EachManifest(ctx, "", func(m manifest) error {
+	return s.o.Catalog.EachManifest(ctx, func(m manifest) error {
 		needs, chain, err := s.needs(ctx, m)
 		if err != nil {
 			return err
@@ -89,7 +89,7 @@ var errFound = errors.New("found")
 
 // layersOf returns the layers of an image whose rootfs it is; nil: there is none.
 func (s *Scrubber) layersOf(ctx context.Context, chain digest.Digest) (layers []ingest.Descriptor, err error) {
-	err = s.o.Catalog.EachManifest(ctx, "", func(m manifest) error {
+	err = s.o.Catalog.EachManifest(ctx, func(m manifest) error {
 		blobs, of, err := s.needs(ctx, m)
 		if err != nil || of != chain {
 			return err

@@ -5,14 +5,12 @@ import (
 	"context"
 	"encoding/base64"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 	"log/slog"
 	"net"
 	"net/http"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -271,9 +269,7 @@ func TestImportChild(t *testing.T) {
 	}
 	_, err := imports.Run(context.Background(), imports.Options{From: from, To: to, Parallel: 1, Progress: func(r imports.Report) {
 		if r.Blobs >= 4 {
-			p, _ := os.FindProcess(os.Getpid())
-			_ = p.Kill()
-			select {}
+			killSelf()
 		}
 	}})
 	t.Fatalf("it came to its end: %v", err)
@@ -286,12 +282,7 @@ func TestImportIsKilled(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			s := start(t, serve.Options{})
 			defer http.DefaultClient.CloseIdleConnections()
-			cmd := exec.Command(os.Args[0], "-test.run=^TestImportChild$")
-			cmd.Env = append(os.Environ(), importChild+"="+from+" http://"+s.Addr())
-			out, err := cmd.CombinedOutput()
-			if _, exited := errors.AsType[*exec.ExitError](err); !exited || strings.Contains(string(out), "came to its end") {
-				t.Fatalf("the child: %v, %s", err, out)
-			}
+			killedChild(t, "TestImportChild", importChild+"="+from+" http://"+s.Addr())
 			r := runImport(t, imports.Options{From: from, To: "http://" + s.Addr()})
 			if r.Blobs == 0 || r.Blobs >= 8 || len(r.Failures) > 0 { // 8 there are, and 4 had come
 				t.Errorf("the rest: %+v", r)

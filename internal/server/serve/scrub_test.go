@@ -286,12 +286,28 @@ func TestScrubChild(t *testing.T) {
 	}
 	_, err := scrub.Run(context.Background(), scrub.Options{Root: root, Log: slog.New(slog.DiscardHandler), At: func(point string) {
 		if point == at {
-			p, _ := os.FindProcess(os.Getpid())
-			_ = p.Kill()
-			select {}
+			killSelf()
 		}
 	}})
 	t.Fatalf("it came to its end: %v", err)
+}
+
+// killSelf ends this process as a crash does.
+func killSelf() {
+	p, _ := os.FindProcess(os.Getpid())
+	_ = p.Kill()
+	select {}
+}
+
+// killedChild runs a test in a process that is to kill itself: what says "came to its end" did not.
+func killedChild(t *testing.T, test, env string) {
+	t.Helper()
+	cmd := exec.Command(os.Args[0], "-test.run=^"+test+"$")
+	cmd.Env = append(os.Environ(), env)
+	out, err := cmd.CombinedOutput()
+	if _, exited := errors.AsType[*exec.ExitError](err); !exited || strings.Contains(string(out), "came to its end") {
+		t.Fatalf("the child: %v, %s", err, out)
+	}
 }
 
 // Killed anywhere, the next pass goes on, and mends all.
@@ -304,12 +320,7 @@ func TestScrubIsKilled(t *testing.T) {
 			for _, kind := range []string{"packs", "entries", "recipes", "tocs", "indices", "journal"} {
 				s.damage(t, kind, flip)
 			}
-			cmd := exec.Command(os.Args[0], "-test.run=^TestScrubChild$")
-			cmd.Env = append(os.Environ(), scrubChild+"="+at+" "+s.root)
-			out, err := cmd.CombinedOutput()
-			if _, exited := errors.AsType[*exec.ExitError](err); !exited || strings.Contains(string(out), "came to its end") {
-				t.Fatalf("the child: %v, %s", err, out)
-			}
+			killedChild(t, "TestScrubChild", scrubChild+"="+at+" "+s.root)
 			r := s.scrub(t, false)
 			if r.Unmended > 0 || len(r.Findings) == 0 {
 				t.Errorf("%+v", r)

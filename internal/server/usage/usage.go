@@ -259,13 +259,16 @@ func (l *looker) layer(ctx context.Context, b *batch, row catalog.Layer, owner i
 		return err
 	}
 	defer object.Close()
-	counted := &counting{Reader: object}
-	list, err := layer.NewListReader(counted)
+	size, err := l.objects.Stat(ctx, row.Entries)
+	if err != nil {
+		return err
+	}
+	list, err := layer.NewListReader(object)
 	if err != nil {
 		return err
 	}
 	defer list.Close()
-	defer func() { l.r.Read += counted.n }()
+	l.r.Read += size
 	var pieces []layer.Segment
 	flush := func() error {
 		err := l.segments(ctx, b, pieces, owner)
@@ -297,17 +300,6 @@ func (l *looker) layer(ctx context.Context, b *batch, row catalog.Layer, owner i
 			}
 		}
 	}
-}
-
-type counting struct {
-	io.Reader
-	n int64
-}
-
-func (c *counting) Read(b []byte) (int, error) {
-	n, err := c.Reader.Read(b)
-	c.n += int64(n)
-	return n, err
 }
 
 // rest walks the root, as du does.

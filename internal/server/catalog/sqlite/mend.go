@@ -159,8 +159,8 @@ type ImageManifest struct {
 	catalog.Manifest
 }
 
-// EachManifest calls fn for all manifests of a repository, or of all if repo is empty. fn may ask the catalog.
-func (c *Catalog) EachManifest(ctx context.Context, repo string, fn func(ImageManifest) error) error {
+// EachManifest calls fn for all manifests of all repositories. fn may ask the catalog.
+func (c *Catalog) EachManifest(ctx context.Context, fn func(ImageManifest) error) error {
 	for after, last := int64(0), false; !last; {
 		var page []catalog.Change
 		err := func() error {
@@ -176,9 +176,6 @@ func (c *Catalog) EachManifest(ctx context.Context, repo string, fn func(ImageMa
 			return fmt.Errorf("list manifests: %w", known(err))
 		}
 		for _, ch := range page {
-			if repo != "" && ch.Repo != repo {
-				continue
-			}
 			m := ImageManifest{Repository: ch.Repo, Manifest: ch.Manifest}
 			m.Tags, err = c.strings(ctx, `SELECT name FROM tags WHERE repo = (SELECT id FROM repositories WHERE name = ?) AND digest = ? ORDER BY name`,
 				ch.Repo, ch.Name)
