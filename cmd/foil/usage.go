@@ -25,8 +25,8 @@ that are no other's (packed); what is there more than once, by layers, files and
 contents. With a repository: what each of its images costs.
 
 The server may run: it is read, and nothing is changed. It takes a copy of the catalog and a table of what was counted,
-both in the directory for temporary files (TMPDIR), and some 50 MB of memory. How long it took is in the report: about a
-second for each 100,000 segments.
+both in the directory for temporary files (TMPDIR), and some 50 MB of memory. It reads no blob and no pack; how long it took is in
+the report.
 
 Exit codes: 0; 1 an error, no such repository; 2 the command line makes no sense.`,
 		Example: `  foil server usage --root /var/lib/foil-registry

@@ -65,6 +65,11 @@ func (s *Scrubber) layer(ctx context.Context, row catalog.Layer) (read int64, er
 		f.Mended = "ingested again from its blob"
 	case ctx.Err() != nil:
 		return read, ctx.Err()
+	case s.o.Elsewhere && errors.Is(err, objects.ErrNotFound):
+		if err := s.o.Catalog.DropLayer(ctx, row.Blob); err != nil {
+			return read, err
+		}
+		f.Mended = "forgotten: the next pull brings the layer from the upstream"
 	default:
 		f.Why += "; " + err.Error()
 	}

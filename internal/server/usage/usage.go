@@ -3,7 +3,7 @@
 //
 // It works on a copy of the catalog, as one transaction sees it, and on the entry lists of layers, and changes nothing; a server may
 // run. What it counts is in a database of its own in the directory for temporary files: some 60 bytes a distinct segment, and
-// 150 a distinct content. In memory it needs some 50 MiB, whatever there is.
+// 150 a distinct content. In memory it needs its caches, some 50 MiB, whatever there is.
 //
 // What is shared: a blob, segment or content is alone a repository's if no other one holds a layer that has it; an image's if no
 // other image names the blob.
