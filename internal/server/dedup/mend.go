@@ -88,13 +88,6 @@ func (s *Store) Examine(ctx context.Context, p catalog.Pack) (x Examined, err er
 	return x, nil
 }
 
-func cmpErr(ctx context.Context, err error) error {
-	if ctx.Err() != nil {
-		return ctx.Err()
-	}
-	return err
-}
-
 // Damage reports whether an error of reading says that bytes are lost or others, and not that they could not be read now.
 func Damage(err error) bool {
 	for _, target := range []error{ErrBadPack, segment.ErrCorrupt, objects.ErrNotFound, objects.ErrRange, io.ErrUnexpectedEOF, unix.EIO, unix.EBADMSG} {
