@@ -98,6 +98,7 @@ func (f *serveFlags) add(flags *pflag.FlagSet) {
 	flags.BoolVar(&f.opts.InsecureOpen, "insecure-open", false, "listen for other machines without TLS, or without --access")
 	flags.StringVar(&f.audit, "audit", "", "`FILE` that a line of JSON is added to for each decision about access, opened again at SIGHUP; -: standard output")
 	flags.Var(&f.opts.StartupMax, "startup-max", "how large the startup set of a service may be: a share of its image (16M are always allowed), or bytes such as `64M`; 0: none")
+	flags.Var(&f.opts.ScrubRate, "scrub-rate", "read what rests, over and over, at so many bytes a second, as `20M`, compare it with its digests, and mend what can be mended (docs/scrub.md); 0: do not")
 	flags.StringVar(&f.opts.Upstream.URL, "upstream", "", "be the accelerator of the registry at `URL`: https://HOST[:PORT], and the prefix that repositories have there")
 	flags.StringVar(&f.opts.Upstream.Auth, "upstream-auth", "", "`FILE` with USER:PASSWORD for the upstream, or a Docker configuration; else "+upstream.AuthEnv+" in the environment has USER:PASSWORD, or the user's Docker configuration counts")
 	flags.StringVar(&f.opts.Upstream.CA, "upstream-ca", "", "`FILE` with certificates in PEM form that vouch for the upstream, besides the system's")

@@ -20,7 +20,7 @@ func newServerCommand() *cobra.Command {
 		Long: `For administrators of foil serve. These commands ask no server: they work on the files
 that the server reads.`,
 	}
-	cmd.AddCommand(newServerAccessCommand(), newServerRebuildCommand(), newServerBackupCommand(), newServerRestoreCommand())
+	cmd.AddCommand(newServerAccessCommand(), newServerRebuildCommand(), newServerBackupCommand(), newServerRestoreCommand(), newServerScrubCommand(), newServerUsageCommand(), newServerImportCommand())
 	onlySubcommands(cmd)
 	return cmd
 }

@@ -9,6 +9,7 @@ import (
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/format/toc"
 	"hydrofoil.dev/foil/internal/server/catalog"
+	"hydrofoil.dev/foil/internal/server/objects"
 	"hydrofoil.dev/foil/internal/server/planner"
 )
 
@@ -36,7 +37,7 @@ func (h *Handler) rootfs(ctx context.Context, m *Resolved, get func(context.Cont
 
 // encodedTOC reads the TOC of a rootfs, verified.
 func (h *Handler) encodedTOC(ctx context.Context, r catalog.Rootfs) ([]byte, error) {
-	b, err := readObject(ctx, h.o.Objects, r.Key, bundle.MaxImage-4*bundle.MaxManifest)
+	b, err := objects.Read(ctx, h.o.Objects, r.Key, bundle.MaxImage-4*bundle.MaxManifest)
 	if err != nil {
 		return nil, fmt.Errorf("read TOC of %s: %w", r.ChainID, err)
 	}
@@ -65,23 +66,10 @@ func (h *Handler) index(ctx context.Context, r catalog.Rootfs, encoded []byte) (
 	})
 }
 
-// save stores an object.
-func (h *Handler) save(ctx context.Context, key string, b []byte) error {
-	w, err := h.o.Objects.Create(ctx, key)
-	if err != nil {
-		return err
-	}
-	defer w.Close()
-	if _, err := w.Write(b); err != nil {
-		return err
-	}
-	return w.Commit()
-}
-
 // loadIndex reads the index object, or builds it anew and keeps it.
 func (h *Handler) loadIndex(ctx context.Context, r catalog.Rootfs, t *toc.TOC) (*planner.Index, error) {
 	if r.Index != "" {
-		b, err := readObject(ctx, h.o.Objects, r.Index, 1<<30)
+		b, err := objects.Read(ctx, h.o.Objects, r.Index, 1<<30)
 		if err == nil {
 			var x *planner.Index
 			if x, err = planner.Decode(b, t, r.TOC); err == nil {
@@ -103,7 +91,7 @@ func (h *Handler) loadIndex(ctx context.Context, r catalog.Rootfs, t *toc.TOC) (
 
 func (h *Handler) saveIndex(ctx context.Context, r catalog.Rootfs, x *planner.Index) error {
 	r.Index = "indices/" + strings.Replace(string(r.TOC), ":", "/", 1)
-	if err := h.save(ctx, r.Index, x.Encode()); err != nil {
+	if err := objects.Put(ctx, h.o.Objects, r.Index, x.Encode()); err != nil {
 		return err
 	}
 	return h.o.Catalog.PutRootfs(ctx, r)

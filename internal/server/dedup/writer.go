@@ -270,12 +270,17 @@ func (w *Writer) drop() {
 	}
 }
 
+// newKey returns a name that no pack has.
+func newKey() string {
+	var name [16]byte
+	rand.Read(name[:]) //nolint:errcheck // never fails
+	return fmt.Sprintf("%s%x/%x", prefix, name[0], name)
+}
+
 func (w *Writer) writeFrame(f *frame) error {
 	p := &w.pack
 	if p.w == nil {
-		var name [16]byte
-		rand.Read(name[:]) //nolint:errcheck // never fails
-		*p = packWriter{key: fmt.Sprintf("%s%x/%x", prefix, name[0], name), table: p.table[:0]}
+		*p = packWriter{key: newKey(), table: p.table[:0]}
 		object, err := w.store.Objects.Create(w.ctx, p.key)
 		if err != nil {
 			return fmt.Errorf("create pack %s: %w", p.key, err)

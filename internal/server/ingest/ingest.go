@@ -367,7 +367,7 @@ func (g *Ingester) flattenAnew(ctx context.Context, rows []catalog.Layer) (catal
 	}
 	d := toc.Digest(encoded)
 	r := catalog.Rootfs{ChainID: chain, TOC: d, Key: TOCKey(d)}
-	if err := g.put(ctx, r.Key, encoded); err != nil {
+	if err := objects.Put(ctx, g.Objects, r.Key, encoded); err != nil {
 		return catalog.Rootfs{}, fmt.Errorf("store TOC of rootfs %s: %w", chain, err)
 	}
 	if err := g.Catalog.PutRootfs(ctx, r); err != nil {
@@ -397,16 +397,4 @@ func (g *Ingester) encode(ctx context.Context, rows []catalog.Layer) ([]byte, er
 		return nil, err
 	}
 	return toc.Encode(t)
-}
-
-func (g *Ingester) put(ctx context.Context, key string, b []byte) error {
-	w, err := g.Objects.Create(ctx, key)
-	if err != nil {
-		return err
-	}
-	defer w.Close()
-	if _, err := w.Write(b); err != nil {
-		return err
-	}
-	return w.Commit()
 }

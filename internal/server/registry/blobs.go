@@ -196,6 +196,9 @@ func (r *Registry) removeUnheld(ctx context.Context, d digest.Digest) error {
 	return r.opts.Store.Delete(ctx, catalog.BlobKey(d))
 }
 
+// Exclude keeps a blob from being written, linked or removed until unlock is called.
+func (r *Registry) Exclude(d digest.Digest) (unlock func()) { return r.blobs.lock(d.String()) }
+
 // commitBlob makes the file at path, whose digest was verified, a blob of the
 // repository, durably.
 func (r *Registry) commitBlob(ctx context.Context, name string, d digest.Digest, size int64, path string) error {

@@ -24,7 +24,7 @@ import (
 )
 
 // startRegistry runs a registry that others made, over an empty directory, which
-// notifies a server of pushes. It returns its address and what ends it.
+// notifies a server of pushes, if it is told of one. It returns its address and what ends it.
 func startRegistry(t *testing.T, program, addr, dir, hook string) (stop func()) {
 	t.Helper()
 	config := filepath.Join(dir, "config.yml")
@@ -32,10 +32,13 @@ func startRegistry(t *testing.T, program, addr, dir, hook string) (stop func()) 
 log: {level: warn}
 storage: {filesystem: {rootdirectory: %s}}
 http: {addr: %s}
-notifications:
+`, filepath.Join(dir, "data"), addr)
+	if hook != "" {
+		content += fmt.Sprintf(`notifications:
   endpoints:
     - {name: accelerator, url: %s, timeout: 5s, threshold: 5, backoff: 100ms}
-`, filepath.Join(dir, "data"), addr, hook)
+`, hook)
+	}
 	if err := os.WriteFile(config, []byte(content), 0o600); err != nil {
 		t.Fatal(err)
 	}

@@ -9,6 +9,8 @@
 //	objects/  blobs, packs, what ingest makes, and the journal (package objects, Dir)
 //	uploads/  uploads under way (package registry)
 //	upstream  of an accelerator: the URL of its upstream
+//	scrub.json  how far a scrub is, and what the last one found (package scrub)
+//	damaged/  blobs that a scrub found damaged, and could not mend
 //	fetching/ downloads from there under way (package upstream)
 //
 // All of it has to be on one file system, so that a finished upload becomes an
@@ -43,6 +45,7 @@ import (
 	"hydrofoil.dev/foil/internal/server/objects"
 	"hydrofoil.dev/foil/internal/server/registry"
 	"hydrofoil.dev/foil/internal/server/rootdir"
+	"hydrofoil.dev/foil/internal/server/scrub"
 	"hydrofoil.dev/foil/internal/server/startup"
 	"hydrofoil.dev/foil/internal/server/tcp"
 	"hydrofoil.dev/foil/internal/server/upstream"
@@ -72,6 +75,8 @@ type Options struct {
 	// StartupMax is how large a startup set may be; the zero value is a quarter of
 	// the image.
 	StartupMax startup.Limit
+	// ScrubRate has the server read what rests, over and over, at so many bytes a second, and mend it (package scrub); 0: it does not.
+	ScrubRate scrub.Rate
 	// Upstream makes the server an accelerator, if it has a URL. What is to be
 	// set besides: Auth, CA, TagTTL, TagTimeout.
 	Upstream upstream.Options
@@ -192,8 +197,11 @@ func (s *Server) open(ctx context.Context) error {
 	if err := syncToTop(s.opts.Root); err != nil {
 		return err
 	}
-	requests := newRequestMetrics()
-	s.metrics = append(append(requests.all(), s.guard.Metrics()...), p.ingester.Metrics, p.bundle.Metrics(), p.queue.metrics())
+	requests, scrubbed := newRequestMetrics(), scrub.NewMetrics()
+	s.metrics = append(append(requests.all(), s.guard.Metrics()...), p.ingester.Metrics, p.bundle.Metrics(), p.queue.metrics(), scrubbed)
+	if s.opts.ScrubRate > 0 {
+		s.closers = append(s.closers, s.scrubber(&p, scrubbed))
+	}
 	if p.front != nil {
 		s.metrics = append(s.metrics, p.front.Metrics())
 	}
