@@ -207,7 +207,7 @@ type backing struct {
 }
 
 // Present implements gate.Backing.
-func (b *backing) Present(off, n int64) bool { return b.arena.Present(off, n) }
+func (b *backing) Present(off, n int64) bool { return b.arena.Present(off, n) || b.r.lendsOnly() }
 
 // Met implements gate.Backing.
 func (b *backing) Met(off, n int64, present bool) {
