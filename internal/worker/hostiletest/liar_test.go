@@ -149,7 +149,12 @@ func newWorld(t testing.TB, rt *rapid.T, images []*honest, n *tally) *world {
 			x.named[s.Serve(fmt.Sprintf("app%d:1", app), images[2*app].m)] = images[2*app]
 		}
 	}
-	x.worker = newWorker(rt)
+	kinds, err := gates()
+	if err != nil {
+		t.Fatal(err)
+	}
+	x.worker = newWorkerOn(rt, oneOf(rt, "gate", kinds))
+	n.add(x.opts.Gate)
 	var cancel context.CancelFunc
 	x.ctx, cancel = context.WithCancel(context.Background())
 	rt.Cleanup(func() {

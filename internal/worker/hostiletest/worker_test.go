@@ -12,6 +12,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -80,7 +81,37 @@ type worker struct {
 	log  logtest.Buffer
 }
 
+// gates are those that a daemon may have here: with a service manager that keeps its descriptors, and without.
+var gates = sync.OnceValues(func() (list []string, err error) {
+	for _, kept := range []bool{true, false} {
+		gate, _, err := kernel.ChooseGate(context.Background(), os.TempDir(), kept)
+		if err != nil {
+			return nil, err
+		}
+		list = append(list, gate)
+	}
+	return slices.Compact(list), nil
+})
+
+// onGates runs a test on each gate.
+func onGates(t *testing.T, fn func(t *testing.T, w *worker)) {
+	t.Helper()
+	list, err := gates()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, gate := range list {
+		t.Run(gate, func(t *testing.T) { fn(t, newWorkerOn(t, gate)) })
+	}
+}
+
 func newWorker(t tester, groups ...string) *worker {
+	t.Helper()
+	return newWorkerOn(t, "", groups...)
+}
+
+// newWorkerOn is newWorker with a gate of that kind; empty: the daemon's choice.
+func newWorkerOn(t tester, gate string, groups ...string) *worker {
 	t.Helper()
 	root, err := os.MkdirTemp("", "foil-hostile-")
 	if err != nil {
@@ -96,7 +127,7 @@ func newWorker(t tester, groups ...string) *worker {
 	if err != nil {
 		t.Fatal(err)
 	}
-	w.opts = node.Options{Root: root, Binary: self, Groups: trusting, GiveUp: 30 * time.Second, Logger: slog.New(slog.NewTextHandler(&w.log, nil))}
+	w.opts = node.Options{Root: root, Binary: self, Gate: gate, Groups: trusting, GiveUp: 30 * time.Second, Logger: slog.New(slog.NewTextHandler(&w.log, nil))}
 	w.begin()
 	return w
 }
