@@ -31,7 +31,7 @@ type Source interface {
 type filling struct {
 	by      Filler   // nil: nobody
 	next    []Filler // those that want it, too, in turn
-	source  Source // of by; nil: it has none yet
+	source  Source   // of by; nil: it has none yet
 	waiting map[*waiter]struct{}
 	wakes   []*Wake // end pauses after which a pull is begun again
 }
