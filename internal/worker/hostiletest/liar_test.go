@@ -27,6 +27,7 @@ import (
 	"hydrofoil.dev/foil/internal/format/toc/toctest"
 	"hydrofoil.dev/foil/internal/worker/api"
 	"hydrofoil.dev/foil/internal/worker/bundletest"
+	"hydrofoil.dev/foil/internal/worker/hosttest"
 )
 
 // honest is an image that is what it says.
@@ -142,7 +143,7 @@ func newWorld(t testing.TB, rt *rapid.T, images []*honest, n *tally) *world {
 			x.named[s.Serve(fmt.Sprintf("app%d:1", app), images[2*app].m)] = images[2*app]
 		}
 	}
-	kinds, err := gates()
+	kinds, err := hosttest.Gates()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -523,7 +524,7 @@ func firstDifference(a, b string) int {
 }
 
 // decode decodes JSON.
-func decode(t tester, b []byte, v any) {
+func decode(t hosttest.T, b []byte, v any) {
 	if err := json.Unmarshal(b, v); err != nil {
 		t.Fatal(err)
 	}
