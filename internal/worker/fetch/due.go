@@ -21,7 +21,7 @@ const (
 type due struct {
 	p    *Pull
 	resp *remote.Stream
-	most time.Duration // from one step forward to the next
+	most time.Duration // that reads may wait in all, given again within half of it after a step forward
 	from time.Time     // when the answer's header was here
 }
 
