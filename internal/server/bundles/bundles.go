@@ -203,7 +203,11 @@ func (h *Handler) Metrics() prometheus.Collector {
 // ended.
 func (h *Handler) Close() error {
 	h.work.Wait()
-	return h.sets.Close()
+	err := h.sets.Close()
+	h.orders.Close()
+	h.frames.made.Close()
+	h.indices.Close()
+	return err
 }
 
 // ServeHTTP serves the paths of package bundle.

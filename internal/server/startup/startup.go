@@ -193,6 +193,8 @@ func (s *Sets) Close() error {
 	s.mu.Unlock()
 	s.cancel()
 	s.work.Wait()
+	s.stores.Close()
+	s.aligned.Close()
 	return nil
 }
 
