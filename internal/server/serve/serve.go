@@ -257,9 +257,14 @@ func (s *Server) openServices(p *parts) (err error) {
 		Log:        s.log,
 	})
 	s.closers = append(s.closers, p.bundle.Close)
-	p.queue = newQueue(p.bundle, p.front, p.catalog, s.log)
+	p.queue = newQueue(p.bundle, s.guard, p.front, p.catalog, s.log)
 	s.closers = append(s.closers, p.queue.Close, makeRecipes(p.ingester, p.here, s.log))
+	bounds, err := s.bound(p)
+	if err != nil {
+		return err
+	}
 	p.registry, err = registry.New(registry.Options{
+		Bounds:     bounds,
 		Store:      p.store,
 		Catalog:    p.catalog,
 		Uploads:    filepath.Join(s.opts.Root, "uploads"),

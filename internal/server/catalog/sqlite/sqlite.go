@@ -32,7 +32,8 @@ type Catalog struct {
 	read  *sql.DB
 	ask   statements
 
-	l       logging // its requests apart, the changer's
+	policy  func() catalog.Policy // set before changes are made; nil: there is none
+	l       logging               // its requests apart, the changer's
 	closing sync.Once
 }
 
@@ -117,6 +118,7 @@ func (c *Catalog) listed(ctx context.Context, stmt *sql.Stmt, ds []digest.Digest
 var (
 	_ catalog.Catalog = (*Catalog)(nil)
 	_ catalog.Logged  = (*Catalog)(nil)
+	_ catalog.Bounded = (*Catalog)(nil)
 )
 
 // Open opens the catalog in the file at path, which is made when missing.
