@@ -86,19 +86,18 @@ func (c *Catalog) within(ctx context.Context, tx *sql.Tx, repo string, change fu
 // them: the message does not say how much is used.
 func fits(q catalog.Quota, before, after catalog.Usage) error {
 	refuse := func(format string, args ...any) error {
-		return &catalog.Refusal{Quota: true, Message: fmt.Sprintf(format, args...) +
-			": delete what nobody needs any more, or have an administrator raise the quota"}
+		return &catalog.Refusal{Quota: true, Message: fmt.Sprintf(format, args...) + ", or have an administrator raise the quota"}
 	}
 	more := after.Bytes - before.Bytes
 	loose := after.Loose - before.Loose
 	switch {
 	case q.Manifests > 0 && after.Manifests > q.Manifests && after.Manifests > before.Manifests:
-		return refuse("the quota %q has room for %d manifests, and they are there", q.Name, q.Manifests)
+		return refuse("the quota %q has room for %d manifests, and they are there: delete some that nobody needs", q.Name, q.Manifests)
 	case q.Bytes > 0 && more > 0 && after.Bytes > q.Bytes:
-		return refuse("the quota %q of %d bytes has no room for %d more", q.Name, q.Bytes, more)
+		return refuse("the quota %q of %d bytes has no room for %d more: delete manifests that nobody needs", q.Name, q.Bytes, more)
 	// A blob that could not become part of any image beside what is there now.
 	case q.Bytes > 0 && loose > 0 && more >= 0 && after.Bytes+loose > q.Bytes:
-		return refuse("the quota %q of %d bytes has no room for %d more", q.Name, q.Bytes, loose)
+		return refuse("the quota %q of %d bytes has no room for %d more: delete manifests that nobody needs", q.Name, q.Bytes, loose)
 	case q.Bytes > 0 && loose > 0 && more >= 0 && after.Loose > q.Bytes:
 		return refuse("blobs that no manifest names are as many as the quota %q allows, %d bytes: push the manifests that name them", q.Name, q.Bytes)
 	}

@@ -62,16 +62,16 @@ var usageMigration = `
 
 // sizeOf is the size of the blob that a row of manifest_blobs names; 0 if the repository does not hold it.
 func sizeOf(row string) string {
-	return strings.ReplaceAll(`coalesce((SELECT size FROM blobs WHERE digest = ROW.digest AND repo = ROW.repo), 0)`, "ROW", row)
+	return strings.ReplaceAll(`coalesce((SELECT size FROM blobs WHERE digest = @row.digest AND repo = @row.repo), 0)`, "@row", row)
 }
 
 // countBlob adds a number of bytes of a row of blobs where they count.
 func countBlob(row, bytes string) string {
-	return strings.NewReplacer("ROW", row, "N", bytes).Replace(`
+	return strings.NewReplacer("@row", row, "@bytes", bytes).Replace(`
 		UPDATE usage SET
-			bytes = bytes + iif(EXISTS (SELECT 1 FROM manifest_blobs WHERE repo = ROW.repo AND digest = ROW.digest), N, 0),
-			loose = loose + iif(EXISTS (SELECT 1 FROM manifest_blobs WHERE repo = ROW.repo AND digest = ROW.digest), 0, N)
-		WHERE repo = ROW.repo;`)
+			bytes = bytes + iif(EXISTS (SELECT 1 FROM manifest_blobs WHERE repo = @row.repo AND digest = @row.digest), @bytes, 0),
+			loose = loose + iif(EXISTS (SELECT 1 FROM manifest_blobs WHERE repo = @row.repo AND digest = @row.digest), 0, @bytes)
+		WHERE repo = @row.repo;`)
 }
 
 // named selects the rows of manifest_blobs of a row of manifests. Of documents that are no JSON there are none. A digest that
