@@ -298,7 +298,8 @@ func (g *Guard) Wrap(next http.Handler, open func(*http.Request) bool) http.Hand
 			return
 		}
 		defer end()
-		w, req = g.paced(p.quotas, w, req, c.client)
+		w, paid := g.paced(p.quotas, w, req, c.client)
+		defer paid()
 		next.ServeHTTP(w, req.WithContext(context.WithValue(req.Context(), callerKey{}, c)))
 	})
 }

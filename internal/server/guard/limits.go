@@ -59,7 +59,7 @@ type quotas struct {
 	Limits
 	requests *limit.Buckets[Client]
 	bytes    *limit.Buckets[Client] // nil: no limit
-	work     *limit.Buckets[Client] // milliseconds; nil: no limit
+	work     *limit.Buckets[Client] // microseconds; nil: no limit
 
 	mu      sync.Mutex
 	running map[Client]int // guarded by mu
@@ -90,8 +90,8 @@ func newQuotas(l Limits) (*quotas, error) {
 		q.bytes = limit.New[Client](float64(l.Bytes), int(l.Bytes), maxClients)
 	}
 	if l.Work > 0 {
-		ms := time.Duration(l.Work).Milliseconds()
-		q.work = limit.New[Client](float64(ms)/3600, int(ms), maxClients)
+		us := time.Duration(l.Work).Microseconds()
+		q.work = limit.New[Client](float64(us)/3600, int(us), maxClients)
 	}
 	return q, nil
 }
@@ -199,7 +199,7 @@ func (g *Guard) Work(ctx context.Context) (charge func(time.Duration), err error
 	if after := q.work.Charge(c.client, 0); after > 0 {
 		return nil, g.Beyond(limitWork, after, "the server has worked too long for you in the last hour: wait")
 	}
-	return func(d time.Duration) { q.work.Charge(c.client, int(d.Milliseconds())) }, nil
+	return func(d time.Duration) { q.work.Charge(c.client, int(d.Microseconds())) }, nil
 }
 
 // Limits are those that count now.

@@ -7,36 +7,40 @@ import (
 	"time"
 )
 
-// pieceBytes is what is sent or read of a body before it waits for its turn: the streams of a client come one after the
-// other with pieces of this size, so that none takes all of its rate.
+// pieceBytes is what is sent or read of a body between two waits: the streams of a client come one after the
+// other with pieces of this size, so that none takes more than its share of the rate.
 const pieceBytes = 64 << 10
 
-// pace is the rate of one client.
+// pace has a body keep to the rate of its client.
 type pace struct {
 	g      *Guard
 	q      *quotas
 	client Client
 	ctx    context.Context
+	begun  bool // the first bytes wait at once: a client may send small bodies only
+	owed   int  // bytes that have gone and are not paid for
 }
 
-// paced has a request keep to the rate of its client, if that has one.
-func (g *Guard) paced(q *quotas, w http.ResponseWriter, req *http.Request, c Client) (http.ResponseWriter, *http.Request) {
+// paced has a request keep to the rate of its client, if that has one. end is to be called when it has been answered.
+func (g *Guard) paced(q *quotas, w http.ResponseWriter, req *http.Request, c Client) (paced http.ResponseWriter, end func()) {
 	if q.bytes == nil {
-		return w, req
+		return w, func() {}
 	}
-	p := pace{g, q, c, req.Context()}
+	p := pace{g: g, q: q, client: c, ctx: req.Context()}
+	body, answer := &pacedBody{req.Body, p}, &pacedWriter{w, p}
 	if req.Body != nil && req.Body != http.NoBody {
-		req.Body = &pacedBody{req.Body, p}
+		req.Body = body
 	}
-	return &pacedWriter{w, p}, req
+	return answer, func() { q.bytes.Charge(c, body.pace.owed+answer.pace.owed) }
 }
 
-// moved waits until n bytes that have gone are paid for.
-func (p pace) moved(n int) error {
-	if n <= 0 {
+// moved waits, for each piece, until bytes that have gone are paid for. n more have.
+func (p *pace) moved(n int) error {
+	if p.owed += n; p.owed == 0 || p.begun && p.owed < pieceBytes {
 		return nil
 	}
-	after := p.q.bytes.Charge(p.client, n)
+	after := p.q.bytes.Charge(p.client, p.owed)
+	p.begun, p.owed = true, 0
 	if after <= 0 {
 		return nil
 	}

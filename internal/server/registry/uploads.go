@@ -280,6 +280,14 @@ func blobCreated(w http.ResponseWriter, name string, d digest.Digest) error {
 	return nil
 }
 
+// expiry is when an upload that nobody continues is dropped.
+func (r *Registry) expiry() time.Duration {
+	if idle := r.opts.Guard.Limits().UploadIdle; idle > 0 {
+		return time.Duration(idle)
+	}
+	return r.opts.UploadExpiry
+}
+
 // clean removes what crashes left behind, at once, and forgotten uploads, once
 // an hour.
 func (r *Registry) clean(ctx context.Context) {
@@ -290,10 +298,7 @@ func (r *Registry) clean(ctx context.Context) {
 	defer tick.Stop()
 	begun, ages := time.Now(), leftover.Ages{}
 	for {
-		ages.Keep = r.opts.UploadExpiry
-		if idle := r.opts.Guard.Limits().UploadIdle; idle > 0 {
-			ages.Keep = time.Duration(idle)
-		}
+		ages.Keep = r.expiry()
 		ids, err := r.uploads.expire(ctx, &ages, time.Now(), time.Since(begun))
 		if len(ids) > 0 {
 			r.log.Info("dropped uploads that nobody continued", "uploads", ids)

@@ -22,13 +22,11 @@ func (s *Server) bound(p *parts) (catalog.Bounded, error) {
 		return nil, nil
 	}
 	p.local.SetPolicy(func() catalog.Policy { return s.guard.Holdings() })
-	r := &retainer{
-		catalog: p.local, rules: s.guard.Holdings,
-		tick:   func(d time.Duration) <-chan time.Time { return time.After(d) },
-		gone:   s.untagged,
+	s.retainer = &retainer{
+		catalog: p.local, rules: s.guard.Holdings, gone: s.untagged,
 		failed: func(err error) { s.log.Error("rules of retention are not applied", "error", err) },
 	}
-	s.closers = append(s.closers, background(r.run))
+	s.closers = append(s.closers, background(s.retainer.run))
 	return p.local, nil
 }
 
@@ -42,11 +40,10 @@ func (s *Server) untagged(repo string, g holdings.Gone) {
 // retainer applies rules of retention from time to time.
 type retainer struct {
 	catalog interface {
-		catalog.Bounded
-		ListRepositories(ctx context.Context, after string, limit int) ([]string, error)
+		holdings.Tags
+		Untag(ctx context.Context, repo string, tags []catalog.Tagged) ([]catalog.Tagged, error)
 	}
 	rules  func() *holdings.Rules
-	tick   func(time.Duration) <-chan time.Time
 	gone   func(repo string, g holdings.Gone)
 	failed func(error)
 }
@@ -67,7 +64,7 @@ func (r *retainer) run(ctx context.Context) {
 		select {
 		case <-ctx.Done():
 			return
-		case <-r.tick(asked):
+		case <-time.After(asked):
 		}
 		now := time.Now()
 		every := r.rules().Every()

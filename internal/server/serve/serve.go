@@ -95,6 +95,7 @@ type Server struct {
 	http     *http.Server
 	handler  http.Handler
 	guard    *guard.Guard       // nil: the server is open
+	retainer *retainer          // nil: there is none
 	metrics  metrics.Collectors // set by open
 	closers  []func() error     // what is open, in the order of opening
 
