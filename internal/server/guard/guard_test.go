@@ -322,7 +322,7 @@ func TestPace(t *testing.T) {
 			})
 		}
 		all.Wait()
-		if took := time.Since(began).Round(10 * time.Millisecond); took != 7*time.Second {
+		if took := time.Since(began); took < 6800*time.Millisecond || took > 7*time.Second { // the last pieces wait for nobody
 			t.Errorf("8 MiB at 1 MiB a second with a burst of one: %v", took)
 		}
 	})
