@@ -50,6 +50,7 @@ import (
 	"hydrofoil.dev/foil/internal/server/objects"
 	"hydrofoil.dev/foil/internal/server/planner"
 	"hydrofoil.dev/foil/internal/server/startup"
+	"hydrofoil.dev/foil/internal/server/tcp"
 	"hydrofoil.dev/foil/internal/server/turns"
 )
 
@@ -304,8 +305,8 @@ func (h *Handler) pull(w http.ResponseWriter, r *http.Request) {
 
 	w.Header().Set("Content-Type", bundle.MediaTypeBundle)
 	w.WriteHeader(http.StatusOK)
-	slow := newPatient(w, h.o.Patience)
-	defer slow.end()
+	slow := tcp.NewPatient(w, h.o.Patience)
+	defer slow.End()
 	out := bundle.NewWriter(slow)
 	s := &pull{h: h, req: req, image: image, about: ref(image.Repository, image.Reference), w: out, queue: &queue{}, charge: charge, client: client(r), conn: r.RemoteAddr}
 	s.flush = func() error { return errors.Join(out.Flush(), slow.Flush()) }

@@ -18,6 +18,7 @@ import (
 	"hydrofoil.dev/foil/internal/server/catalog"
 	"hydrofoil.dev/foil/internal/server/dedup"
 	"hydrofoil.dev/foil/internal/server/restore"
+	"hydrofoil.dev/foil/internal/server/tcp"
 )
 
 // layerAnswer is an answer to a bundle.LayerRequest under way. A layer is reached as
@@ -78,8 +79,8 @@ func (h *Handler) layer(w http.ResponseWriter, r *http.Request, send func(*layer
 
 	w.Header().Set("Content-Type", bundle.MediaTypeLayer)
 	w.WriteHeader(http.StatusOK)
-	slow := newPatient(w, h.o.Patience)
-	defer slow.end()
+	slow := tcp.NewPatient(w, h.o.Patience)
+	defer slow.End()
 	out := bundle.NewWriter(slow)
 	a := &layerAnswer{h: h, req: req, image: image, about: ref(image.Repository, image.Reference), w: out, charge: charge}
 	a.flush = func() error { return errors.Join(out.Flush(), slow.Flush()) }

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
 	"net/http"
 	"strings"
@@ -19,6 +20,7 @@ import (
 
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/format/layer/layertest"
+	"hydrofoil.dev/foil/internal/logtest"
 	"hydrofoil.dev/foil/internal/server/serve"
 )
 
@@ -298,5 +300,37 @@ func TestTrickle(t *testing.T) {
 				return
 			}
 		}
+	}
+}
+
+// Who takes nothing of an answer is cut off, over each protocol: a plain pull as well.
+func TestAnswersThatNobodyTakes(t *testing.T) {
+	log := new(logtest.Buffer)
+	s := start(t, serve.Options{IdleAnswer: 200 * time.Millisecond, Log: slog.New(slog.NewTextHandler(log, nil))})
+	b := make([]byte, 64<<20) // more than all buffers on the way
+	d := digest.FromBytes(b).String()
+	res, err := http.Post("http://"+s.Addr()+"/v2/r/blobs/uploads/?digest="+d, "", bytes.NewReader(b))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if res.Body.Close(); res.StatusCode != http.StatusCreated {
+		t.Fatal(res.Status)
+	}
+	for i, protocol := range []string{"HTTP/1.1", "HTTP/2.0 without TLS"} {
+		res, err := client(protocol).Get("http://" + s.Addr() + "/v2/r/blobs/" + d)
+		if err != nil {
+			t.Fatal(err)
+		}
+		deadline := time.Now().Add(time.Minute)
+		for strings.Count(log.String(), "status=aborted") <= i {
+			if time.Now().After(deadline) {
+				t.Fatalf("%s: the answer goes on: %s", protocol, log.String())
+			}
+			time.Sleep(10 * time.Millisecond)
+		}
+		if n, err := io.Copy(io.Discard, res.Body); err == nil || n == int64(len(b)) {
+			t.Errorf("%s: %d bytes, %v", protocol, n, err)
+		}
+		res.Body.Close()
 	}
 }

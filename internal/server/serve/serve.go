@@ -77,6 +77,8 @@ type Options struct {
 	Upstream upstream.Options
 	// IdleBody is how long the body of a request may bring nothing; 0 means a minute.
 	IdleBody time.Duration
+	// IdleAnswer is for how long a client may take nothing of an answer; 0 means two minutes.
+	IdleAnswer time.Duration
 	// Grace is how long requests under way may go on after Close; 0 means 10 s.
 	// A pull that is cut off resumes elsewhere or later.
 	Grace time.Duration
@@ -124,6 +126,9 @@ func Start(ctx context.Context, opts Options) (_ *Server, err error) {
 	}
 	if opts.IdleBody == 0 {
 		opts.IdleBody = time.Minute
+	}
+	if opts.IdleAnswer == 0 {
+		opts.IdleAnswer = 2 * time.Minute
 	}
 	if opts.Grace == 0 {
 		opts.Grace = 10 * time.Second
@@ -254,6 +259,7 @@ func (s *Server) openServices(p *parts) (err error) {
 		Repair:     fetched(p.front, rootfsOf(repair(p.ingester, p.store), p.catalog, p.store, s.log)),
 		Recipe:     recipeOf(p.ingester),
 		StartupMax: s.opts.StartupMax,
+		Patience:   s.opts.IdleAnswer,
 		Guard:      s.guard,
 		Log:        s.log,
 	})
@@ -288,6 +294,7 @@ func (s *Server) route(p *parts) http.Handler {
 		v2 = p.front.ReadOnly(p.registry)
 		mux.Handle("POST "+upstream.WebhookPath, p.front.Webhook(p.queue.told, s.mayNotify, refuse))
 	}
+	v2 = tcp.PatientHandler(v2, s.opts.IdleAnswer)
 	mux.Handle("/v2", v2)
 	mux.Handle("/v2/", v2)
 	for _, e := range bundles.Endpoints() {
