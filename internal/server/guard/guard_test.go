@@ -27,6 +27,7 @@ import (
 	"hydrofoil.dev/foil/internal/metrics/metricstest"
 	"hydrofoil.dev/foil/internal/server/access"
 	"hydrofoil.dev/foil/internal/server/guard"
+	"hydrofoil.dev/foil/internal/server/limit"
 )
 
 const docs = "../../../docs/access.md"
@@ -398,6 +399,22 @@ func TestStrictLimits(t *testing.T) {
 		_, err := guard.Open(guard.Options{File: file, Keys: filepath.Join(dir, "keys.json")})
 		if err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%s: %v, want %q", limits, err, want)
+		}
+	}
+}
+
+// What the document says about how much can be written, is.
+func TestDocumentedLimits(t *testing.T) {
+	for _, name := range []string{"limits", "holdings"} {
+		g := open(t, t.TempDir(), setup(t, name))
+		if got := ask(g, nil, access.Pull, "any"); got != "yes" {
+			t.Errorf("%s: %s", name, got)
+		}
+		if l := g.Limits(); name == "limits" && (l.Bytes != 50<<20 || l.Work != limit.Duration(10*time.Minute) || l.UploadIdle != limit.Duration(24*time.Hour) || l.Uploads != 100) {
+			t.Errorf("%+v", l)
+		}
+		if h := g.Holdings(); name == "holdings" && (h.Every() != 6*time.Hour || len(h.Quotas("team/dev/x")) != 2 || h.Immutable("a", "v1") != "releases" || !h.Retains("team/dev/x")) {
+			t.Errorf("%+v", h)
 		}
 	}
 }
