@@ -32,11 +32,13 @@ var usageMigration = `
 		DELETE FROM usage WHERE repo = old.id;
 	END;
 	CREATE TRIGGER manifest_blob_added AFTER INSERT ON manifest_blobs
-	WHEN NOT EXISTS (SELECT 1 FROM manifest_blobs WHERE repo = new.repo AND digest = new.digest AND manifest <> new.manifest) BEGIN
+	WHEN EXISTS (SELECT 1 FROM blobs WHERE digest = new.digest AND repo = new.repo)
+		AND NOT EXISTS (SELECT 1 FROM manifest_blobs WHERE repo = new.repo AND digest = new.digest AND manifest <> new.manifest) BEGIN
 		UPDATE usage SET bytes = bytes + ` + sizeOf("new") + `, loose = loose - ` + sizeOf("new") + ` WHERE repo = new.repo;
 	END;
 	CREATE TRIGGER manifest_blob_removed AFTER DELETE ON manifest_blobs
-	WHEN NOT EXISTS (SELECT 1 FROM manifest_blobs WHERE repo = old.repo AND digest = old.digest) BEGIN
+	WHEN EXISTS (SELECT 1 FROM blobs WHERE digest = old.digest AND repo = old.repo)
+		AND NOT EXISTS (SELECT 1 FROM manifest_blobs WHERE repo = old.repo AND digest = old.digest) BEGIN
 		UPDATE usage SET bytes = bytes - ` + sizeOf("old") + `, loose = loose + ` + sizeOf("old") + ` WHERE repo = old.repo;
 	END;
 	CREATE TRIGGER blob_added AFTER INSERT ON blobs BEGIN ` + countBlob("new", "new.size") + ` END;
@@ -56,13 +58,13 @@ var usageMigration = `
 
 	CREATE TRIGGER manifest_added AFTER INSERT ON manifests BEGIN
 		UPDATE usage SET manifests = manifests + 1, bytes = bytes + length(new.bytes) WHERE repo = new.repo;
-		INSERT INTO manifest_blobs ` + named("new", "") + `;
+		INSERT INTO manifest_blobs ` + named("new", "") + ` LIMIT 4096;
 	END;
 	`
 
-// sizeOf is the size of the blob that a row of manifest_blobs names; 0 if the repository does not hold it.
+// sizeOf is the size of the blob that a row of manifest_blobs names.
 func sizeOf(row string) string {
-	return strings.ReplaceAll(`coalesce((SELECT size FROM blobs WHERE digest = @row.digest AND repo = @row.repo), 0)`, "@row", row)
+	return strings.ReplaceAll(`(SELECT size FROM blobs WHERE digest = @row.digest AND repo = @row.repo)`, "@row", row)
 }
 
 // countBlob adds a number of bytes of a row of blobs where they count.
@@ -74,7 +76,8 @@ func countBlob(row, bytes string) string {
 		WHERE repo = @row.repo;`)
 }
 
-// named selects the rows of manifest_blobs of a row of manifests. Of documents that are no JSON there are none. A digest that
+// named selects the rows of manifest_blobs of a row of manifests; of one that is pushed the first 4,096, or it would hold
+// up all others, and the rest of its blobs are loose. Of documents that are no JSON there are none. A digest that
 // no blob of the repository has counts nothing: it does not matter what fields of unknown types of manifests mean.
 func named(row, from string) string {
 	one := func(field string) string {

@@ -178,3 +178,27 @@ func TestTagsOfOldCatalogs(t *testing.T) {
 		t.Errorf("tags %v, want the first of %v, the other of now", tags, m.Pushed)
 	}
 }
+
+// A manifest that names more than anybody reads is counted in part, and can be deleted.
+func TestNamesAreBounded(t *testing.T) {
+	c := open(t, filepath.Join(t.TempDir(), "db"))
+	defer c.Close()
+	var names []digest.Digest
+	for i := range 5000 {
+		names = append(names, digest.FromString(fmt.Sprint(i)))
+	}
+	m := catalogtest.Naming(names...)
+	rows := func() (n int) {
+		t.Helper()
+		must(t, c.Databases()["read"].QueryRow(`SELECT count(*) FROM manifest_blobs`).Scan(&n))
+		return n
+	}
+	must(t, c.PutManifest(t.Context(), "r", m))
+	if n := rows(); n != 4096 {
+		t.Errorf("%d names are kept, want 4096", n)
+	}
+	must(t, c.DeleteManifest(t.Context(), "r", m.Digest))
+	if n := rows(); n != 0 || usagesOf(t, c)[0].Usage != (catalog.Usage{}) {
+		t.Errorf("%d names are left, %+v", n, usagesOf(t, c))
+	}
+}
