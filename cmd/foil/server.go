@@ -16,11 +16,13 @@ import (
 func newServerCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "server",
-		Short: "Explain the rules of a registry, back it up, mend its catalog",
+		Short: "Explain the rules of a registry, show its quotas, back it up, mend its catalog",
 		Long: `For administrators of foil serve. These commands ask no server: they work on the files
 that the server reads.`,
 	}
-	cmd.AddCommand(newServerAccessCommand(), newServerRebuildCommand(), newServerBackupCommand(), newServerRestoreCommand(), newServerScrubCommand(), newServerUsageCommand(), newServerImportCommand())
+	cmd.AddCommand(newServerAccessCommand(), newServerQuotaCommand(), newServerRetentionCommand(),
+		newServerRebuildCommand(), newServerBackupCommand(), newServerRestoreCommand(),
+		newServerScrubCommand(), newServerUsageCommand(), newServerImportCommand())
 	onlySubcommands(cmd)
 	return cmd
 }
@@ -44,20 +46,7 @@ sense.`,
 		Example: `  foil server access can user:ann push team/app --access access.toml
   foil server access who delete team/app --access access.toml`,
 	}
-	rules := func() (*access.Rules, error) {
-		if file == "" {
-			return nil, usagef("which rules? --access names the file of foil serve")
-		}
-		b, err := os.ReadFile(file)
-		if err != nil {
-			return nil, fmt.Errorf("rules of access: %w", err)
-		}
-		r, err := guard.ParseRules(b)
-		if err != nil {
-			return nil, fmt.Errorf("rules of access: %s: %w", file, err)
-		}
-		return r, nil
-	}
+	rules := func() (*access.Rules, error) { return readRules(file, guard.ParseRules) }
 	can := &cobra.Command{
 		Use:   "can SUBJECT RIGHT REPOSITORY",
 		Short: "Say whether a subject may do something",
@@ -95,6 +84,21 @@ sense.`,
 	cmd.AddCommand(can, who)
 	onlySubcommands(cmd)
 	return cmd
+}
+
+// readRules reads something of the file of access.
+func readRules[T any](file string, parse func([]byte) (T, error)) (r T, err error) {
+	if file == "" {
+		return r, usagef("which rules? --access names the file of foil serve")
+	}
+	b, err := os.ReadFile(file)
+	if err != nil {
+		return r, fmt.Errorf("rules of access: %w", err)
+	}
+	if r, err = parse(b); err != nil {
+		return r, fmt.Errorf("rules of access: %s: %w", file, err)
+	}
+	return r, nil
 }
 
 // explain says what is decided, and why. No is an error.

@@ -50,6 +50,7 @@ import (
 	"hydrofoil.dev/foil/internal/server/objects"
 	"hydrofoil.dev/foil/internal/server/planner"
 	"hydrofoil.dev/foil/internal/server/startup"
+	"hydrofoil.dev/foil/internal/server/tcp"
 	"hydrofoil.dev/foil/internal/server/turns"
 )
 
@@ -279,7 +280,9 @@ func (h *Handler) pull(w http.ResponseWriter, r *http.Request) {
 	result := resultCut
 	defer func() { h.results.WithLabelValues(result).Inc() }()
 	fail := func(err error, about string) {
-		result = refused(wireError(err, about))
+		if result = refused(wireError(err, about)); isBeyond(err) {
+			result = resultRefused
+		}
 		writeError(w, h.log, err, about)
 	}
 	b, err := h.body(w, r, bundle.MaxRequest)
@@ -292,6 +295,12 @@ func (h *Handler) pull(w http.ResponseWriter, r *http.Request) {
 		fail(&bundle.Error{Code: bundle.CodeInvalid, Message: err.Error()}, "")
 		return
 	}
+	end, charge, err := h.begin(ctx)
+	if err != nil {
+		fail(err, "")
+		return
+	}
+	defer end()
 	image, err := h.resolve(ctx, req.Image)
 	if err != nil {
 		fail(err, ref(req.Image.Repository, req.Image.Reference))
@@ -300,10 +309,10 @@ func (h *Handler) pull(w http.ResponseWriter, r *http.Request) {
 
 	w.Header().Set("Content-Type", bundle.MediaTypeBundle)
 	w.WriteHeader(http.StatusOK)
-	slow := newPatient(w, h.o.Patience)
-	defer slow.end()
+	slow := tcp.NewPatient(w, h.o.Patience)
+	defer slow.End()
 	out := bundle.NewWriter(slow)
-	s := &pull{h: h, req: req, image: image, about: ref(image.Repository, image.Reference), w: out, queue: &queue{}, client: client(r), conn: r.RemoteAddr}
+	s := &pull{h: h, req: req, image: image, about: ref(image.Repository, image.Reference), w: out, queue: &queue{}, charge: charge, client: client(r), conn: r.RemoteAddr}
 	s.flush = func() error { return errors.Join(out.Flush(), slow.Flush()) }
 	id := h.streams.add(s.queue, owner{guard.Subject(ctx), image.Repository})
 	defer h.streams.remove(id)
@@ -324,6 +333,15 @@ func (h *Handler) pull(w http.ResponseWriter, r *http.Request) {
 	result = resultSent
 }
 
+// begin lets a request for a bundle, or for what proves one, begin. charge takes how long was worked for it.
+func (h *Handler) begin(ctx context.Context) (end func(), charge func(time.Duration), err error) {
+	if charge, err = h.o.Guard.Work(ctx); err != nil {
+		return nil, nil, err
+	}
+	end, err = h.o.Guard.Bundle(ctx)
+	return end, charge, err
+}
+
 // pull is one bundle under way.
 type pull struct {
 	h      *Handler
@@ -332,9 +350,10 @@ type pull struct {
 	w      *bundle.Writer
 	flush  func() error
 	queue  *queue
-	client string // who asks, as client says
-	conn   string // the connection
-	about  string // the image, in messages
+	charge func(time.Duration) // takes what was worked for the client
+	client string              // who asks, as client says
+	conn   string              // the connection
+	about  string              // the image, in messages
 }
 
 func (p *pull) run(ctx context.Context, id string) error {
@@ -383,7 +402,7 @@ func (p *pull) run(ctx context.Context, id string) error {
 	if err != nil {
 		cancel()
 	}
-	p.meanwhile(plan.wait)
+	p.await(plan.wait)
 	if err := cmp.Or(err, plan.err); err != nil {
 		return err
 	}

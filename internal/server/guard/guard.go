@@ -13,6 +13,9 @@
 //	[certificates]
 //	[[issuer]]
 //	[limits]                           # Limits
+//	[[quota]]                          # package holdings says what these have
+//	[[immutable]]
+//	[[retention]]
 //	[[group]]                          # package access says what these have
 //	[[rule]]
 //
@@ -51,6 +54,7 @@ import (
 
 	"hydrofoil.dev/foil/internal/metrics"
 	"hydrofoil.dev/foil/internal/server/access"
+	"hydrofoil.dev/foil/internal/server/holdings"
 	"hydrofoil.dev/foil/internal/server/login"
 	"hydrofoil.dev/foil/internal/server/reread"
 )
@@ -75,19 +79,23 @@ type Guard struct {
 	decisions *prometheus.CounterVec
 	logins    *prometheus.CounterVec
 	limited   *prometheus.CounterVec
+	delayed   prometheus.Counter
+	untagged  prometheus.Counter
 }
 
 // policy is what one version of the configuration says.
 type policy struct {
-	rules   *access.Rules
-	logins  *login.Logins
-	proxies []netip.Prefix
-	quotas  *quotas
+	rules    *access.Rules
+	logins   *login.Logins
+	proxies  []netip.Prefix
+	quotas   *quotas
+	holdings *holdings.Rules
 }
 
 // config is the file.
 type config struct {
 	login.Config
+	holdings.Settings
 	Proxies []netip.Prefix       `toml:"trusted-proxies"`
 	Limits  Limits               `toml:"limits"`
 	Groups  []access.GroupConfig `toml:"group"`
@@ -114,6 +122,15 @@ func parse(b []byte) (c config, rules *access.Rules, err error) {
 	return c, rules, err
 }
 
+// ParseHoldings reads what a configuration says about what repositories hold and keep, for explanations.
+func ParseHoldings(b []byte) (*holdings.Rules, error) {
+	c, _, err := parse(b)
+	if err != nil {
+		return nil, err
+	}
+	return holdings.New(c.Settings)
+}
+
 // ParseRules reads the rules of a configuration, for explanations.
 func ParseRules(b []byte) (*access.Rules, error) {
 	_, rules, err := parse(b)
@@ -136,7 +153,11 @@ func Open(o Options) (*Guard, error) {
 		logins: metrics.Counters(prometheus.CounterOpts{Name: "foil_serve_logins_total",
 			Help: "Requests by how their sender is known; failed: the credentials do not count; slowed: after too many failures, or logins at once."}, []string{"way", "result"}, loginLabels()...),
 		limited: metrics.Counters(prometheus.CounterOpts{Name: "foil_serve_limited_total",
-			Help: "Requests that were answered with 429 because their client has sent too many, a second (requests) or at once (parallel)."}, []string{"limit"}, metrics.Each(limitRequests, limitParallel)...),
+			Help: "Requests that were refused because of a limit of the file of access: one of [limits], a quota, or an immutable tag."}, []string{"limit"}, metrics.Each(limits...)...),
+		untagged: prometheus.NewCounter(prometheus.CounterOpts{Name: "foil_serve_untagged_total",
+			Help: "Tags that rules of retention did not keep."}),
+		delayed: prometheus.NewCounter(prometheus.CounterOpts{Name: "foil_serve_delayed_seconds_total",
+			Help: "How long bodies of requests and answers were held up to keep to [limits] bytes."}),
 	}
 	if o.Audit != nil {
 		g.audit = slog.New(slog.NewJSONHandler(o.Audit, nil))
@@ -153,7 +174,11 @@ func Open(o Options) (*Guard, error) {
 				return nil, err
 			}
 			quotas, err := newQuotas(c.Limits)
-			return &policy{rules: rules, logins: logins, proxies: c.Proxies, quotas: quotas}, err
+			if err != nil {
+				return nil, err
+			}
+			kept, err := holdings.New(c.Settings)
+			return &policy{rules: rules, logins: logins, proxies: c.Proxies, quotas: quotas, holdings: kept}, err
 		},
 		Failed:  func(err error) { g.log.Error("rules and logins stay as they were", "error", err) },
 		Changed: func() { g.log.Info("rules and logins were read again", "file", o.File) },
@@ -189,11 +214,24 @@ func (g *Guard) Metrics() metrics.Collectors {
 	if g == nil {
 		return nil
 	}
-	return metrics.Collectors{g.decisions, g.limited, g.logins}
+	return metrics.Collectors{g.decisions, g.delayed, g.limited, g.logins, g.untagged}
 }
 
 // Logins are the ways to log in, as they are now.
 func (g *Guard) Logins() *login.Logins { return g.now().logins }
+
+// Holdings are the rules about what repositories hold and keep, as they are now. Not to be called of nil.
+func (g *Guard) Holdings() *holdings.Rules { return g.now().holdings }
+
+// Untagged counts a tag that no rule of retention kept.
+func (g *Guard) Untagged() { g.untagged.Inc() }
+
+// Audit writes a line about something that the server does by itself.
+func (g *Guard) Audit(what string, about ...any) {
+	if g != nil && g.audit != nil {
+		g.audit.Info(what, about...)
+	}
+}
 
 // now is the policy that counts.
 func (g *Guard) now() *policy {
@@ -205,6 +243,7 @@ func (g *Guard) now() *policy {
 type caller struct {
 	login.Identity
 	address netip.Addr
+	client  Client
 	request *http.Request
 }
 
@@ -252,12 +291,15 @@ func (g *Guard) Wrap(next http.Handler, open func(*http.Request) bool) http.Hand
 			c.Identity = *id
 			g.logins.WithLabelValues(id.Way, "known").Inc()
 		}
-		end, beyond, after := p.quotas.begin(clientOf(c, open(req)))
-		if beyond != "" {
-			g.tooMany(w, beyond, after)
+		c.client = clientOf(c, open(req))
+		end, err := g.begin(p.quotas, c.client)
+		if err != nil {
+			tooMany(w, err)
 			return
 		}
 		defer end()
+		w, paid := g.paced(p.quotas, w, req, c.client)
+		defer paid()
 		next.ServeHTTP(w, req.WithContext(context.WithValue(req.Context(), callerKey{}, c)))
 	})
 }

@@ -174,6 +174,11 @@ func (r *Registry) deleteBlob(w http.ResponseWriter, req *http.Request, name, ar
 	defer r.blobs.lock(d.String())()
 	// Once begun it is done, even if the client goes.
 	ctx := context.WithoutCancel(req.Context())
+	if r.opts.Bounds != nil {
+		if err := r.opts.Bounds.MayRemove(ctx, name, d); err != nil {
+			return err
+		}
+	}
 	if err := r.opts.Catalog.UnlinkBlob(ctx, name, d); err != nil {
 		return orUnknown(err, blobUnknown, "repository %s has no blob %s", name, d)
 	}
@@ -210,7 +215,26 @@ func (r *Registry) commitBlob(ctx context.Context, name string, d digest.Digest,
 	if err := objects.Adopt(ctx, r.opts.Store, catalog.BlobKey(d), path); err != nil {
 		return err
 	}
-	return r.opts.Catalog.LinkBlob(ctx, name, catalog.Blob{Digest: d, Size: size})
+	err := r.opts.Catalog.LinkBlob(ctx, name, catalog.Blob{Digest: d, Size: size})
+	if _, refused := errors.AsType[*catalog.Refusal](err); refused {
+		err = errors.Join(err, r.removeUnheld(ctx, d))
+	}
+	return err
+}
+
+// room says early what LinkBlob would say of a blob of so many bytes. d may be empty: it is not known yet.
+func (r *Registry) room(ctx context.Context, name string, d digest.Digest, bytes int64) error {
+	if r.opts.Bounds == nil {
+		return nil
+	}
+	err := r.opts.Bounds.Room(ctx, name, bytes)
+	if err == nil || d == "" {
+		return err
+	}
+	if _, here := r.opts.Catalog.Blob(ctx, name, d); here == nil {
+		return nil // it takes nothing
+	}
+	return err
 }
 
 // mountBlob makes a blob that is here a blob of the repository as well. Without

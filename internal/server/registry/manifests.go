@@ -95,7 +95,7 @@ func (r *Registry) putManifest(w http.ResponseWriter, req *http.Request, name, a
 		return err
 	}
 	if r.opts.OnManifest != nil {
-		r.opts.OnManifest(name, m)
+		r.opts.OnManifest(req.Context(), name, m)
 	}
 	h := w.Header()
 	h.Set("Location", "/v2/"+name+"/manifests/"+m.Digest.String())

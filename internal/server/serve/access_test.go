@@ -40,6 +40,7 @@ type guarded struct {
 	t             *testing.T
 	root          string
 	rules, htpass string // files
+	opts          serve.Options
 	m             image
 	log           *logtest.Buffer
 	audit         *logtest.Buffer
@@ -109,6 +110,7 @@ func startGuarded(t *testing.T, logins string, change func(*serve.Options)) *gua
 	if change != nil {
 		change(&opts)
 	}
+	g.opts = opts
 	g.Server = start(t, opts)
 	return g
 }

@@ -15,6 +15,7 @@ import (
 	"hydrofoil.dev/foil/internal/format/layer"
 	"hydrofoil.dev/foil/internal/server/bundles"
 	"hydrofoil.dev/foil/internal/server/catalog"
+	"hydrofoil.dev/foil/internal/server/guard"
 	"hydrofoil.dev/foil/internal/server/ingest"
 	"hydrofoil.dev/foil/internal/server/objects"
 	"hydrofoil.dev/foil/internal/server/upstream"
@@ -156,6 +157,7 @@ func makeRecipes(g *ingest.Ingester, blobs objects.Store, log *slog.Logger) (clo
 // prepared by its first pull.
 type queue struct {
 	bundles *bundles.Handler
+	guard   *guard.Guard          // says whether there is time left for who pushes
 	front   *upstream.Accelerator // nil: there is no upstream
 	catalog catalog.Repositories
 	log     *slog.Logger
@@ -168,11 +170,13 @@ type pushed struct {
 	repository string
 	manifest   digest.Digest
 	tag        string // that was pushed to the upstream; empty: none
+	// charge takes how long it took to prepare it; nil: nobody is charged.
+	charge func(time.Duration)
 }
 
-func newQueue(h *bundles.Handler, front *upstream.Accelerator, cat catalog.Repositories, log *slog.Logger) *queue {
+func newQueue(h *bundles.Handler, g *guard.Guard, front *upstream.Accelerator, cat catalog.Repositories, log *slog.Logger) *queue {
 	ctx, cancel := context.WithCancel(context.Background())
-	q := &queue{bundles: h, front: front, catalog: cat, log: log, pushed: make(chan pushed, 1024), cancel: cancel}
+	q := &queue{bundles: h, guard: g, front: front, catalog: cat, log: log, pushed: make(chan pushed, 1024), cancel: cancel}
 	q.work.Go(func() { q.run(ctx) })
 	return q
 }
@@ -181,14 +185,19 @@ func newQueue(h *bundles.Handler, front *upstream.Accelerator, cat catalog.Repos
 //
 // An image that was here may be pushed again because something is wrong with
 // it: nobody gets it then before it was verified.
-func (q *queue) add(repository string, m catalog.Manifest) {
-	ctx := context.Background()
+func (q *queue) add(ctx context.Context, repository string, m catalog.Manifest) {
+	charge, err := q.guard.Work(ctx)
+	ctx = context.WithoutCancel(ctx)
 	// A manifest that was here keeps the time of its first push.
 	if before, err := q.catalog.Manifest(ctx, repository, m.Digest); err == nil && before.Pushed.Before(m.Pushed) {
 		_ = q.bundles.Suspect(ctx, repository, m.Digest) // it is no image, or prepare finds the same error
 	}
+	if err != nil {
+		q.log.Info("an image is prepared by its first pull", "repository", repository, "manifest", m.Digest, "why", err)
+		return
+	}
 	select {
-	case q.pushed <- pushed{repository: repository, manifest: m.Digest}:
+	case q.pushed <- pushed{repository: repository, manifest: m.Digest, charge: charge}:
 	default:
 		q.log.Warn("too many pushes at once: an image is prepared by its first pull", "repository", repository, "manifest", m.Digest)
 	}
@@ -198,7 +207,7 @@ func (q *queue) add(repository string, m catalog.Manifest) {
 // there is room for it.
 func (q *queue) told(p upstream.Pushed) bool {
 	select {
-	case q.pushed <- pushed{p.Repository, p.Digest, p.Tag}:
+	case q.pushed <- pushed{repository: p.Repository, manifest: p.Digest, tag: p.Tag}:
 		return true
 	default:
 		return false
@@ -220,6 +229,9 @@ func (q *queue) prepare(ctx context.Context, p pushed) {
 	began := time.Now()
 	log := q.log.With("repository", p.repository, "manifest", p.manifest)
 	err := q.bundles.Prepare(ctx, p.repository, p.manifest)
+	if p.charge != nil {
+		p.charge(time.Since(began))
+	}
 	told, ok := errors.AsType[*bundle.Error](err)
 	if p.tag != "" {
 		log = log.With("tag", p.tag)

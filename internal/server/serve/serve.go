@@ -82,6 +82,8 @@ type Options struct {
 	Upstream upstream.Options
 	// IdleBody is how long the body of a request may bring nothing; 0 means a minute.
 	IdleBody time.Duration
+	// IdleAnswer is for how long a client may take nothing of an answer; 0 means two minutes.
+	IdleAnswer time.Duration
 	// Grace is how long requests under way may go on after Close; 0 means 10 s.
 	// A pull that is cut off resumes elsewhere or later.
 	Grace time.Duration
@@ -100,6 +102,7 @@ type Server struct {
 	http     *http.Server
 	handler  http.Handler
 	guard    *guard.Guard       // nil: the server is open
+	retainer *retainer          // nil: there is none
 	metrics  metrics.Collectors // set by open
 	closers  []func() error     // what is open, in the order of opening
 
@@ -128,6 +131,9 @@ func Start(ctx context.Context, opts Options) (_ *Server, err error) {
 	}
 	if opts.IdleBody == 0 {
 		opts.IdleBody = time.Minute
+	}
+	if opts.IdleAnswer == 0 {
+		opts.IdleAnswer = 2 * time.Minute
 	}
 	if opts.Grace == 0 {
 		opts.Grace = 10 * time.Second
@@ -261,13 +267,19 @@ func (s *Server) openServices(p *parts) (err error) {
 		Repair:     fetched(p.front, rootfsOf(repair(p.ingester, p.store), p.catalog, p.store, s.log)),
 		Recipe:     recipeOf(p.ingester),
 		StartupMax: s.opts.StartupMax,
+		Patience:   s.opts.IdleAnswer,
 		Guard:      s.guard,
 		Log:        s.log,
 	})
 	s.closers = append(s.closers, p.bundle.Close)
-	p.queue = newQueue(p.bundle, p.front, p.catalog, s.log)
+	p.queue = newQueue(p.bundle, s.guard, p.front, p.catalog, s.log)
 	s.closers = append(s.closers, p.queue.Close, makeRecipes(p.ingester, p.here, s.log))
+	bounds, err := s.bound(p)
+	if err != nil {
+		return err
+	}
 	p.registry, err = registry.New(registry.Options{
+		Bounds:     bounds,
 		Store:      p.store,
 		Catalog:    p.catalog,
 		Uploads:    filepath.Join(s.opts.Root, "uploads"),
@@ -290,6 +302,7 @@ func (s *Server) route(p *parts) http.Handler {
 		v2 = p.front.ReadOnly(p.registry)
 		mux.Handle("POST "+upstream.WebhookPath, p.front.Webhook(p.queue.told, s.mayNotify, refuse))
 	}
+	v2 = tcp.PatientHandler(v2, s.opts.IdleAnswer)
 	mux.Handle("/v2", v2)
 	mux.Handle("/v2/", v2)
 	for _, e := range bundles.Endpoints() {

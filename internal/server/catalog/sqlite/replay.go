@@ -32,7 +32,7 @@ func apply(ctx context.Context, tx *sql.Tx, c *catalog.Change) (err error) {
 	case c.Kind == catalog.ChangedTag && c.Gone:
 		err = dropTag(ctx, tx, c.Repo, c.Name)
 	case c.Kind == catalog.ChangedTag:
-		err = putTag(ctx, tx, repo, c.Name, c.Target)
+		err = putTag(ctx, tx, repo, c.Name, c.Target, c.Time)
 	case c.Kind == catalog.ChangedLayer && c.Gone:
 		_, err = tx.ExecContext(ctx, `DELETE FROM layers WHERE blob = ?`, c.Name)
 	case c.Kind == catalog.ChangedLayer:

@@ -44,7 +44,8 @@ func (c *Catalog) LinkBlob(ctx context.Context, repo string, b catalog.Blob) err
 		if err != nil && !errors.Is(err, sql.ErrNoRows) {
 			return nil, err
 		}
-		return append(changes, catalog.Change{Kind: catalog.ChangedBlob, Repo: repo, Name: b.Digest.String(), Blob: b}), putBlob(ctx, tx, id, b)
+		changes = append(changes, catalog.Change{Kind: catalog.ChangedBlob, Repo: repo, Name: b.Digest.String(), Blob: b})
+		return changes, c.within(ctx, tx, repo, func() error { return putBlob(ctx, tx, id, b) })
 	})
 	if err != nil {
 		return fmt.Errorf("record blob %s in %s: %w", b.Digest, repo, err)
@@ -53,7 +54,8 @@ func (c *Catalog) LinkBlob(ctx context.Context, repo string, b catalog.Blob) err
 }
 
 func putBlob(ctx context.Context, tx *sql.Tx, repo int64, b catalog.Blob) error {
-	_, err := tx.ExecContext(ctx, `INSERT OR REPLACE INTO blobs (repo, digest, size, media_type) VALUES (?, ?, ?, ?)`,
+	_, err := tx.ExecContext(ctx, `INSERT INTO blobs (repo, digest, size, media_type) VALUES (?, ?, ?, ?)
+		ON CONFLICT (digest, repo) DO UPDATE SET size = excluded.size, media_type = excluded.media_type`,
 		repo, b.Digest.String(), b.Size, b.MediaType)
 	return err
 }
@@ -146,12 +148,15 @@ func (c *Catalog) PutManifest(ctx context.Context, repo string, m catalog.Manife
 			return nil, err
 		}
 		changes = append(changes, catalog.Change{Kind: catalog.ChangedManifest, Repo: repo, Name: m.Digest.String(), Manifest: put})
-		if err := putManifest(ctx, tx, id, put); err != nil {
+		if err := c.within(ctx, tx, repo, func() error { return putManifest(ctx, tx, id, put) }); err != nil {
 			return nil, err
 		}
 		for _, tag := range tags {
 			changes = append(changes, catalog.Change{Kind: catalog.ChangedTag, Repo: repo, Name: tag, Target: m.Digest})
-			if err := putTag(ctx, tx, id, tag, m.Digest); err != nil {
+			if err := c.mayMove(ctx, tx, repo, id, tag, m.Digest); err != nil {
+				return nil, err
+			}
+			if err := putTag(ctx, tx, id, tag, m.Digest, m.Pushed); err != nil {
 				return nil, err
 			}
 		}
@@ -182,9 +187,9 @@ func putManifest(ctx context.Context, tx *sql.Tx, repo int64, m catalog.Manifest
 	return err
 }
 
-func putTag(ctx context.Context, tx *sql.Tx, repo int64, tag string, d digest.Digest) error {
-	_, err := tx.ExecContext(ctx, `INSERT INTO tags (repo, name, digest) VALUES (?, ?, ?)
-		ON CONFLICT (repo, name) DO UPDATE SET digest = excluded.digest`, repo, tag, d.String())
+func putTag(ctx context.Context, tx *sql.Tx, repo int64, tag string, d digest.Digest, pushed time.Time) error {
+	_, err := tx.ExecContext(ctx, `INSERT INTO tags (repo, name, digest, pushed) VALUES (?, ?, ?, ?)
+		ON CONFLICT (repo, name) DO UPDATE SET digest = excluded.digest, pushed = excluded.pushed`, repo, tag, d.String(), pushed.UnixNano())
 	return err
 }
 
@@ -226,6 +231,9 @@ func (c *Catalog) Manifest(ctx context.Context, repo string, d digest.Digest) (c
 // DeleteManifest implements catalog.Repositories.
 func (c *Catalog) DeleteManifest(ctx context.Context, repo string, d digest.Digest) error {
 	err := c.change(ctx, 0, func(ctx context.Context, tx *sql.Tx) ([]catalog.Change, error) {
+		if err := c.mayRemove(ctx, tx, repo, d); err != nil {
+			return nil, err
+		}
 		if err := dropManifest(ctx, tx, repo, d.String()); err != nil {
 			return nil, err
 		}
@@ -316,8 +324,13 @@ func (c *Catalog) Tag(ctx context.Context, repo, tag string) (digest.Digest, err
 // DeleteTag implements catalog.Repositories.
 func (c *Catalog) DeleteTag(ctx context.Context, repo, tag string) error {
 	err := c.change(ctx, 0, func(ctx context.Context, tx *sql.Tx) ([]catalog.Change, error) {
-		gone := catalog.Change{Kind: catalog.ChangedTag, Repo: repo, Name: tag, Gone: true}
-		return []catalog.Change{gone}, dropTag(ctx, tx, repo, tag)
+		if err := dropTag(ctx, tx, repo, tag); err != nil {
+			return nil, err
+		}
+		if rule := c.immutable(repo, tag); rule != "" {
+			return nil, immutableTag(repo, tag, rule)
+		}
+		return []catalog.Change{{Kind: catalog.ChangedTag, Repo: repo, Name: tag, Gone: true}}, nil
 	})
 	if err != nil {
 		return fmt.Errorf("delete tag %s:%s: %w", repo, tag, err)

@@ -137,6 +137,7 @@ var migrations = []string{
 	) STRICT;
 	INSERT INTO log VALUES (1, 0, 0, 0, 0, '');
 	`,
+	usageMigration,
 }
 
 // migrate brings the database to the newest version.

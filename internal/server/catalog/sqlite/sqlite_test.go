@@ -105,21 +105,8 @@ func TestLayersOfOldCatalogs(t *testing.T) {
 	if err := errors.Join(c.PutLayer(t.Context(), want), c.Close()); err != nil {
 		t.Fatal(err)
 	}
-	db, err := sql.Open("sqlite", path)
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, statement := range []string{
-		`DROP INDEX layers_without_recipe`, `ALTER TABLE layers DROP COLUMN recipe`, `ALTER TABLE layers DROP COLUMN recipe_digest`,
-		`ALTER TABLE layers DROP COLUMN recipe_size`, `DROP TABLE log`, `PRAGMA user_version = 2`,
-	} {
-		if _, err := db.Exec(statement); err != nil {
-			t.Fatalf("%s: %v", statement, err)
-		}
-	}
-	if err := db.Close(); err != nil {
-		t.Fatal(err)
-	}
+	execute(t, path, append(withoutUsage(), `DROP INDEX layers_without_recipe`, `ALTER TABLE layers DROP COLUMN recipe`, `ALTER TABLE layers DROP COLUMN recipe_digest`,
+		`ALTER TABLE layers DROP COLUMN recipe_size`, `DROP TABLE log`, `PRAGMA user_version = 2`)...)
 	c = open(t, path)
 	defer c.Close()
 	got, err := c.WithoutRecipe(t.Context(), "", 10)
