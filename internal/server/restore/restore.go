@@ -151,10 +151,11 @@ func OpenTar(ctx context.Context, store *dedup.Store, l catalog.Layer) (*Tar, er
 	return &Tar{recipe.NewReader(object, s.open, recipe.Limits{Size: l.Size}), contents, object}, nil
 }
 
-// Close ends it.
-func (t *Tar) Close() {
+// Close ends it. It returns nil.
+func (t *Tar) Close() error {
 	t.contents.Close()
 	t.recipe.Close()
+	return nil
 }
 
 // source is the recipe.Source of a layer.

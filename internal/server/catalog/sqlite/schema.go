@@ -137,6 +137,9 @@ var migrations = []string{
 	) STRICT;
 	INSERT INTO log VALUES (1, 0, 0, 0, 0, '');
 	`,
+	`
+	CREATE INDEX layers_not_looked ON layers (blob) WHERE recipe <> '' AND instr(recipe, '.') = 0;
+	`,
 }
 
 // migrate brings the database to the newest version.
