@@ -40,18 +40,18 @@ build: encoders
 # Programs that foil has in it, each one library in one version (package encoder). The bytes that they make are a
 # promise, so that the toolchain is pinned as well.
 PROGRAMS := internal/format/encoder/programs/bin
-ENCODER  := CGO_ENABLED=0 GOTOOLCHAIN=go1.26.8 $(GO) build -trimpath -buildvcs=false -ldflags '-s -w'
-PACK     := gzip -9nc $(CACHE)/encoder > $(CURDIR)/$(PROGRAMS)
+ENCODER   = CGO_ENABLED=0 GOTOOLCHAIN=go1.26.8 $(GO) build -trimpath -buildvcs=false -ldflags '-s -w'
+PACK      = gzip -9nc $(CACHE)/$(@F:.gz=) > $(CURDIR)/$(PROGRAMS)
 encoders: $(PROGRAMS)/klauspost1.20.gz $(PROGRAMS)/klauspost1.18.gz $(PROGRAMS)/zlib1.2.11.gz
 
 $(PROGRAMS)/klauspost1.20.gz: encoders/klauspost/main.go encoders/klauspost/go.mod encoders/klauspost/go.sum encoders/stream/stream.go
-	cd encoders/klauspost && $(ENCODER) -o $(CACHE)/encoder . && $(PACK)/$(@F)
+	cd encoders/klauspost && $(ENCODER) -o $(CACHE)/$(@F:.gz=) . && $(PACK)/$(@F)
 
 $(PROGRAMS)/klauspost1.18.gz: encoders/klauspost/main.go encoders/klauspost/klauspost1.18.mod encoders/klauspost/klauspost1.18.sum encoders/stream/stream.go
-	cd encoders/klauspost && $(ENCODER) -modfile=klauspost1.18.mod -o $(CACHE)/encoder . && $(PACK)/$(@F)
+	cd encoders/klauspost && $(ENCODER) -modfile=klauspost1.18.mod -o $(CACHE)/$(@F:.gz=) . && $(PACK)/$(@F)
 
 $(PROGRAMS)/zlib1.2.11.gz: encoders/zlib/main.go encoders/zlib/go.mod encoders/zlib/go.sum encoders/stream/stream.go
-	cd encoders/zlib && $(ENCODER) -o $(CACHE)/encoder . && $(PACK)/$(@F)
+	cd encoders/zlib && $(ENCODER) -o $(CACHE)/$(@F:.gz=) . && $(PACK)/$(@F)
 
 # Measures, and makes images to try foil with: bin/bench images --help.
 bin/bench:

@@ -1,6 +1,7 @@
 package recipe
 
 import (
+	"bytes"
 	"crypto/sha256"
 	"encoding/binary"
 	"fmt"
@@ -84,7 +85,7 @@ func (e *Encoding) append(b []byte) []byte {
 	b = binary.AppendUvarint(b, uint64(e.Block))
 	b = columns.AppendBlock(b, e.Header)
 	b = columns.AppendBlock(b, e.Trailer)
-	var in, out, stored, sums, bytes []byte
+	var in, out, stored, sums, kept []byte
 	for i := range e.Parts {
 		p := &e.Parts[i]
 		in = binary.AppendUvarint(in, uint64(p.In))
@@ -95,18 +96,25 @@ func (e *Encoding) append(b []byte) []byte {
 		}
 		stored = append(stored, is)
 		sums = append(sums, p.Sum[:]...)
-		bytes = append(bytes, p.Stored...)
+		kept = append(kept, p.Stored...)
 	}
 	b = binary.AppendUvarint(b, uint64(len(e.Parts)))
 	for _, c := range [][]byte{in, out, stored} {
 		b = columns.Append(b, c, true)
 	}
 	b = columns.Append(b, sums, false)
-	b = columns.Append(b, bytes, false)
-	return columns.Append(b, e.Points, true)
+	b = columns.Append(b, kept, false)
+	b = columns.Append(b, e.Points, true)
+	sum := sha256.Sum256(b)
+	return append(sum[:], b...)
 }
 
 func decodeEncoding(b []byte) (*Encoding, error) {
+	sum := b[:min(len(b), sha256.Size)]
+	b = b[len(sum):]
+	if want := sha256.Sum256(b); !bytes.Equal(sum, want[:]) {
+		return nil, corrupt("encoding: wrong checksum")
+	}
 	r := columns.Reader{B: b}
 	e := &Encoding{
 		Encoder: string(r.Block(maxName)), Arch: string(r.Block(maxName)),
@@ -131,7 +139,7 @@ func decodeEncoding(b []byte) (*Encoding, error) {
 	if len(rest) > 0 || uint64(len(c[2])) != n || uint64(len(c[3])) != n*sha256.Size {
 		return nil, corrupt("encoding: %d bytes too many, or columns that are not of %d parts", len(rest), n)
 	}
-	in, out, bytes := columns.Reader{B: c[0]}, columns.Reader{B: c[1]}, columns.Reader{B: c[4]}
+	in, out, kept := columns.Reader{B: c[0]}, columns.Reader{B: c[1]}, columns.Reader{B: c[4]}
 	e.Parts = make([]Part, n)
 	var sumIn, sumOut int64
 	for i := range e.Parts {
@@ -145,10 +153,10 @@ func decodeEncoding(b []byte) (*Encoding, error) {
 		case c[2][i] > 1:
 			return nil, corrupt("encoding: part %d is stored in way %d", i, c[2][i])
 		case c[2][i] == 1:
-			p.Stored = bytes.Bytes(uint64(p.Out))
+			p.Stored = kept.Bytes(uint64(p.Out))
 		}
 	}
-	for _, r := range []*columns.Reader{&in, &out, &bytes} {
+	for _, r := range []*columns.Reader{&in, &out, &kept} {
 		if err := r.End(); err != nil {
 			return nil, corrupt("encoding: %w", err)
 		}

@@ -13,6 +13,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"pgregory.net/rapid"
 
+	"hydrofoil.dev/foil/internal/format/columns"
 	"hydrofoil.dev/foil/internal/format/recipe"
 )
 
@@ -116,6 +117,21 @@ func TestGoldenEncoding(t *testing.T) {
 	}
 }
 
+// No byte of an encoding can be another one unseen.
+func TestDamagedEncoding(t *testing.T) {
+	b, err := os.ReadFile(filepath.Join("testdata", "encoding"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i := range b[:len(b)-recipe.BeginLen] {
+		damaged := bytes.Clone(b)
+		damaged[i] ^= 1
+		if _, e, err := recipe.ReadCompression(bytes.NewReader(damaged)); e != nil && err == nil {
+			t.Errorf("byte %d of %d: it was read", i, len(b))
+		}
+	}
+}
+
 func TestEncodingBeyondLimits(t *testing.T) {
 	for name, change := range map[string]func(*recipe.Encoding){
 		"no parts":    func(e *recipe.Encoding) { e.Parts = nil },
@@ -166,9 +182,14 @@ func FuzzEncoding(f *testing.F) {
 	if err != nil {
 		f.Fatal(err)
 	}
-	f.Add(b)
-	f.Add([]byte("\x02\x00\x09\x00\x00\x00\x00\x00\x00\x00"))
-	f.Fuzz(func(t *testing.T, b []byte) {
+	f.Add(byte(recipe.Patched), b[1+2+sha256.Size:len(b)-1-recipe.BeginLen])
+	f.Add(byte(recipe.Intact), []byte(nil))
+	f.Fuzz(func(t *testing.T, kind byte, payload []byte) {
+		b := []byte{kind}
+		if sum := sha256.Sum256(payload); len(payload) > 0 {
+			b = columns.AppendBlock(b, append(sum[:], payload...))
+		}
+		b = append(b, make([]byte, 1+recipe.BeginLen)...)
 		c, e, err := recipe.ReadCompression(bytes.NewReader(b))
 		if err != nil {
 			if !errors.Is(err, recipe.ErrCorrupt) || strings.Contains(err.Error(), "out of order") {

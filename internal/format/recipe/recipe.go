@@ -60,6 +60,7 @@
 // a blob in gzip is a member's, the trailer its checksum and size; nothing is believed of either. The
 // stream is cut into parts, each made of a part of the tar stream. An encoding is
 //
+//	sum      the SHA-256 of what follows, of all chunks
 //	encoder  block of text, at most 64 bytes: name of the encoder (package encoder)
 //	arch     the same: architecture that the encoding was proven on, in Go's words
 //	level    number, at most 64
