@@ -34,6 +34,16 @@ type image struct {
 
 func makeImage(t *testing.T, layers ...layertest.Layer) image {
 	t.Helper()
+	var blobs []layertest.Blob
+	for _, l := range layers {
+		blobs = append(blobs, l.Zstd(t)) // of which nothing is proven, so that what is lost stays lost
+	}
+	return imageOf(t, blobs...)
+}
+
+// imageOf makes an image of blobs.
+func imageOf(t *testing.T, layers ...layertest.Blob) image {
+	t.Helper()
 	encode := func(v any) []byte {
 		b, err := json.Marshal(v)
 		if err != nil {
@@ -44,8 +54,7 @@ func makeImage(t *testing.T, layers ...layertest.Layer) image {
 	config := ocispec.Image{Platform: ocispec.Platform{Architecture: "amd64", OS: "linux"}, RootFS: ocispec.RootFS{Type: "layers"}}
 	manifest := ocispec.Manifest{Versioned: specs.Versioned{SchemaVersion: 2}, MediaType: ocispec.MediaTypeImageManifest}
 	var m image
-	for _, l := range layers {
-		b := l.Gzip(t)
+	for _, b := range layers {
 		config.RootFS.DiffIDs = append(config.RootFS.DiffIDs, b.DiffID)
 		manifest.Layers = append(manifest.Layers, b.Descriptor())
 		m.blobs = append(m.blobs, b.Bytes)
