@@ -19,6 +19,7 @@ type gzipHeader struct {
 	extra  byte
 	system byte
 	named  bool // it has a name, a comment or extra fields
+	pgzip  bool // its time is that of klauspost/pgzip: the year 1, in 32 bits
 }
 
 // parseHeader reads the header of a member. Not ok: b does not begin with one.
@@ -27,7 +28,8 @@ func parseHeader(b []byte) (h gzipHeader, ok bool) {
 		return h, false
 	}
 	flags := b[3]
-	h = gzipHeader{extra: b[8], system: b[9], named: flags&^1 != 0}
+	h = gzipHeader{extra: b[8], system: b[9], named: flags&^1 != 0,
+		pgzip: binary.LittleEndian.Uint32(b[4:]) == 0x886e0900}
 	at := 10
 	if flags&4 != 0 {
 		if len(b) < at+2 {
@@ -86,8 +88,10 @@ func candidates(h gzipHeader) []candidate {
 			want = h.system == systemUnix
 		case c.encoder == Zlib:
 			want = h.system != systemUnknown || h.named
+		case c.block > 0:
+			want = h.pgzip
 		default:
-			want = h.system == systemUnknown && !h.named
+			want = !h.pgzip && h.system == systemUnknown && !h.named
 		}
 		if !want {
 			n += 4
