@@ -384,12 +384,12 @@ func testLayers(t *testing.T, c catalog.Catalog) {
 	wantEqual(t, "layers that nobody looked at", []catalog.Layer{made}, got)
 	got, err = c.NotLooked(ctx, made.Blob, 10)
 	check(t, err)
-	wantEqual(t, "those after it", nil, got)
+	wantEqual(t, "those after it", []catalog.Layer(nil), got)
 	recipe.Key += ".intact"
 	check(t, c.PutRecipe(ctx, made.Blob, recipe))
 	got, err = c.NotLooked(ctx, "", 10)
 	check(t, err)
-	wantEqual(t, "layers that nobody looked at, when all were", nil, got)
+	wantEqual(t, "layers that nobody looked at, when all were", []catalog.Layer(nil), got)
 
 	r := catalog.Rootfs{ChainID: digestOf("chain"), TOC: digestOf("toc"), Key: "tocs/x"}
 	_, err = c.Rootfs(ctx, r.ChainID)

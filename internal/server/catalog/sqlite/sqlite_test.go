@@ -110,7 +110,7 @@ func TestLayersOfOldCatalogs(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, statement := range []string{
-		`DROP INDEX layers_without_recipe`, `ALTER TABLE layers DROP COLUMN recipe`, `ALTER TABLE layers DROP COLUMN recipe_digest`,
+		`DROP INDEX layers_without_recipe`, `DROP INDEX layers_not_looked`, `ALTER TABLE layers DROP COLUMN recipe`, `ALTER TABLE layers DROP COLUMN recipe_digest`,
 		`ALTER TABLE layers DROP COLUMN recipe_size`, `DROP TABLE log`, `PRAGMA user_version = 2`,
 	} {
 		if _, err := db.Exec(statement); err != nil {
