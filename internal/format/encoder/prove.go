@@ -18,7 +18,7 @@ import (
 const (
 	// probe is how much of a tar stream all candidates are tried on.
 	probe = 2 << 20
-	// maxProofs is how many of those that survive are tried on all of it.
+	// maxProofs is how many tar streams' bytes those that survive are tried on.
 	maxProofs = 3
 	// maxStored is which share of a blob may be stored, as a divisor.
 	maxStored = 4
@@ -50,7 +50,6 @@ func (s *Set) Prove(ctx context.Context, in Input) (e *recipe.Encoding, skipped 
 	}
 	p.header = int64(header.length)
 	bad := map[string]bool{}
-	proofs := 0
 	for _, c := range candidates(header) {
 		if bad[c.encoder] {
 			continue
@@ -66,10 +65,9 @@ func (s *Set) Prove(ctx context.Context, in Input) (e *recipe.Encoding, skipped 
 		if err != nil {
 			return nil, nil, err
 		}
-		if !fits || proofs == maxProofs {
+		if !fits || p.fed > maxProofs*in.TarSize {
 			continue
 		}
-		proofs++
 		if e, err = p.prove(ctx, c); e != nil || err != nil {
 			return e, skipped, err
 		}
@@ -84,6 +82,7 @@ type prover struct {
 	head   []byte // of the blob: what a probe may make, and a header
 	plain  []byte // of the tar stream: what is probed
 	header int64  // bytes before the deflate stream
+	fed    int64  // bytes of the tar stream that proofs were tried on
 }
 
 // begin reads the beginnings of both.
@@ -146,25 +145,21 @@ func (m *matcher) Write(b []byte) (int, error) {
 
 // probe reports whether a candidate makes the beginning of the stream.
 func (p *prover) probe(ctx context.Context, c candidate) (bool, error) {
-	m := &matcher{r: bytes.NewReader(p.head[p.header:])}
+	equal := 0 // writes
+	m := &matcher{r: bytes.NewReader(p.head[p.header:]), more: func([]byte) { equal++ }}
 	whole := int64(len(p.plain)) == p.in.TarSize
 	var err error
 	if c.encoder == Go {
-		// Where a write ends matters: whatever the beginning proves, it proves with the first 32 KiB.
 		var e *deflate.Encoder
 		if e, err = deflate.NewEncoder(m, c.level); err != nil {
 			return false, err
 		}
-		n := len(p.plain)
-		if c.level > 1 {
-			n = min(n, 2*slide) // before any end of a write can matter; more of it if no block ends there
-		}
-		for at := 0; err == nil && at < len(p.plain) && (at < n || m.n == 0); at += chunk {
-			_, err = e.Write(p.plain[at:min(at+chunk, len(p.plain))])
-		}
-		whole = whole && n == len(p.plain)
-		if err == nil && whole {
+		if _, err = e.Write(p.plain); err == nil && whole {
 			err = e.Close()
+		}
+		// Where writes ended is looked into later. It cannot have changed the first block.
+		if errors.Is(err, errOther) && c.level > 1 && equal > 0 {
+			return true, nil
 		}
 	} else {
 		var program *program
@@ -313,6 +308,7 @@ func (r *run) feed(ctx context.Context, enc *deflate.Encoder, plain io.Reader, a
 			return err
 		}
 		n, rerr := io.ReadFull(plain, buf)
+		r.p.fed += int64(n)
 		r.ends.see(buf[:n], at)
 		for b := buf[:n]; len(b) > 0; {
 			m := len(b)

@@ -36,6 +36,7 @@ func (p *prover) proveBlocks(ctx context.Context, e *recipe.Encoding) error {
 	defer blob.Close()
 	r := bufio.NewReaderSize(blob, chunk)
 	if e.Block == 0 {
+		p.fed += p.in.TarSize
 		hash := sha256.New()
 		m := &matcher{r: r, more: func(b []byte) { hash.Write(b) }}
 		if err := b.part(ctx, m, plain, 0, 0, p.in.TarSize); err != nil {
@@ -49,6 +50,7 @@ func (p *prover) proveBlocks(ctx context.Context, e *recipe.Encoding) error {
 	f := follower{r: r, most: min(p.in.Size/maxStored, recipe.MaxEncoding)}
 	for at := int64(0); at < p.in.TarSize || at == 0; at += size {
 		end := min(at+size, p.in.TarSize)
+		p.fed += end - at
 		made, err := f.part(func(w io.Writer) error { return b.part(ctx, w, plain, len(e.Parts), at, end) }, end == p.in.TarSize)
 		if err != nil {
 			return err

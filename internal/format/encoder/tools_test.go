@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"go/build"
 	"io"
 	"math/rand/v2"
 	"os"
@@ -24,7 +25,7 @@ import (
 func layer(t testing.TB, w io.Writer, limit int64) {
 	t.Helper()
 	a := tar.NewWriter(w)
-	root := filepath.Join(runtime.GOROOT(), "src")
+	root := filepath.Join(build.Default.GOROOT, "src")
 	total := int64(0)
 	err := filepath.WalkDir(root, func(path string, d os.DirEntry, err error) error {
 		if err != nil || !d.Type().IsRegular() || total > limit {
@@ -194,6 +195,59 @@ func TestTools(t *testing.T) {
 			t.Logf("%d bytes, %d parts, recipe of %d bytes", len(blob), len(e.Parts), size(t, e))
 			checkRestore(t, s, e, blob, plain)
 		})
+	}
+}
+
+// TestWrites: where the writes of a builder end makes another stream, which is proven all the same.
+func TestWrites(t *testing.T) {
+	pinned(t)
+	r := rand.New(rand.NewPCG(3, 3))
+	differed := 0
+	for seed := range 2 {
+		var blob, plain bytes.Buffer
+		z, err := gzip.NewWriterLevel(&blob, 6)
+		if err != nil {
+			t.Fatal(err)
+		}
+		a := tar.NewWriter(io.MultiWriter(z, &plain))
+		for i := range 30 {
+			begin := (plain.Len()+block-1)/block*block + block
+			end := begin + 20_000
+			end += slideZone - end%slide + 100 + r.IntN(160)
+			data := make([]byte, end-begin)
+			for j := range data {
+				// A match ends where the zone begins, and one from far away begins there.
+				switch at := begin + j; {
+				case j > 10_000 && at%slide >= slideZone-200 && at%slide < slideZone:
+					data[j] = data[j-5000]
+				case at > slide && at-slide+60 < plain.Len() && at%slide >= slideZone && at%slide < slideZone+25:
+					data[j] = plain.Bytes()[at-slide+60]
+				default:
+					data[j] = byte(r.IntN(60))
+				}
+			}
+			if err := a.WriteHeader(&tar.Header{Name: fmt.Sprint(i), Size: int64(len(data))}); err != nil {
+				t.Fatal(err)
+			}
+			if _, err := a.Write(data); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := errors.Join(a.Close(), z.Close()); err != nil {
+			t.Fatal(err)
+		}
+		if !bytes.Equal(gzipOf(t, plain.Bytes(), 6), blob.Bytes()) {
+			differed++
+		}
+		s := &Set{}
+		e, _, err := s.Prove(t.Context(), input(blob.Bytes(), plain.Bytes()))
+		if err != nil || e == nil || e.Encoder != Go || e.Level != 6 {
+			t.Fatalf("seed %d: %+v, %v", seed, e, err)
+		}
+		checkRestore(t, s, e, blob.Bytes(), plain.Bytes())
+	}
+	if differed == 0 {
+		t.Error("nowhere did the ends of writes make a difference")
 	}
 }
 
