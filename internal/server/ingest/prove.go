@@ -127,12 +127,8 @@ func (g *Ingester) proveLayer(ctx context.Context, p *Proofs, row catalog.Layer,
 				return p.Blobs.Open(ctx, catalog.BlobKey(row.Blob), at, -1)
 			},
 			Tar: func(ctx context.Context, at int64) (io.ReadCloser, error) {
-				t, err := restore.OpenTar(ctx, g.store(), row)
+				t, err := restore.OpenTarAt(ctx, g.store(), row, at)
 				if err != nil {
-					return nil, err
-				}
-				if err := t.Skip(at); err != nil {
-					t.Close()
 					return nil, err
 				}
 				return struct {

@@ -137,15 +137,7 @@ func (s *restored) Close() error {
 // write restores bytes from (included) to (excluded).
 func (b *Blobs) write(ctx context.Context, w io.Writer, blob *Blob, from, to int64) error {
 	plain := func(ctx context.Context, at int64) (io.ReadCloser, error) {
-		t, err := OpenTar(ctx, b.Store, blob.Layer)
-		if err != nil {
-			return nil, err
-		}
-		if err := t.Skip(at); err != nil {
-			t.Close()
-			return nil, err
-		}
-		return t, nil
+		return OpenTarAt(ctx, b.Store, blob.Layer, at)
 	}
 	workers := b.Workers
 	if workers <= 0 {
