@@ -83,3 +83,34 @@ var pgzipMade = []struct {
 	{KlauspostA, 1000, 1, "11924dde9b0328fa61a554fa312805e8ce7af0d28de2406d4bae69a084178c87"},
 	{KlauspostA, 1000, 9, "e2fd8c6327e002ad69459742e6cd22e4f49fd4ab07e85a281b06730bdb53da57"},
 }
+
+// TestPatched: a block that came out otherwise is stored, and what follows it is made.
+func TestPatched(t *testing.T) {
+	plain := append(pgzipPlain(), pgzipPlain()...)
+	s := &Set{Programs: programs.Program}
+	defer s.Close()
+	p, err := s.program(KlauspostB)
+	if err != nil {
+		t.Skip(err)
+	}
+	blob := bytes.NewBuffer([]byte{0x1f, 0x8b, 8, 0, 0, 9, 0x6e, 0x88, 0, 255})
+	end := int64(len(plain))
+	for at := int64(0); at < end; at += pgzipBlock {
+		b := &blocks{program: p, level: 5, size: pgzipBlock, end: end}
+		if at == 2*pgzipBlock {
+			b.level = 6
+		}
+		if err := b.part(t.Context(), blob, bytes.NewReader(plain), 0, at, min(at+pgzipBlock, end)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	blob.WriteString("trailer.")
+	e, _, err := s.Prove(t.Context(), input(blob.Bytes(), plain))
+	if err != nil || e == nil {
+		t.Fatalf("nothing was proven: %v", err)
+	}
+	if stored := e.StoredBytes(); e.Parts[2].Stored == nil || stored != e.Parts[2].Out || e.Level != 5 {
+		t.Errorf("%d bytes are stored, level %d, %d parts", stored, e.Level, len(e.Parts))
+	}
+	checkRestore(t, s, e, blob.Bytes(), plain)
+}
