@@ -174,7 +174,12 @@ func (a *layerAnswer) openRecipe(ctx context.Context) (row catalog.Layer, object
 	if err == nil || !isDamage(err) {
 		return row, object, err
 	}
-	if err = a.h.o.Catalog.PutRecipe(ctx, row.Blob, catalog.Recipe{}); err != nil {
+	// Another one may have taken its place since it was looked up, and the object is gone.
+	now, err := a.h.o.Catalog.Layer(ctx, row.Blob)
+	if err == nil && now.Recipe == row.Recipe {
+		err = a.h.o.Catalog.PutRecipe(ctx, row.Blob, catalog.Recipe{})
+	}
+	if err != nil {
 		return row, nil, err
 	}
 	if row, err = a.h.o.Recipe(ctx, a.image, a.req.Layer); err != nil {

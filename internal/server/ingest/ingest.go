@@ -33,7 +33,8 @@
 // Its writer compares what it saw of the tar stream with what files gave, so a
 // recipe is right by what it is made from. It is not played at ingest: that takes a
 // tenth of the time of an ingest, and finds what reading the packs finds as well.
-// Who plays one compares the digest of what comes out.
+// Who plays one compares the digest of what comes out. How the blob was compressed is found out
+// later (Prove), and makes another recipe of the same.
 //
 // # Memory
 //
@@ -96,6 +97,9 @@ type Ingester struct {
 	work    work // layers that are being read
 	once    sync.Once
 	slots   chan struct{} // set by once
+
+	mu   sync.Mutex
+	next chan struct{} // guarded by mu: closed when a layer has a recipe; nil: nobody waits
 }
 
 // Close ends what is under way and waits for it.
@@ -165,6 +169,7 @@ func (g *Ingester) layer(ctx context.Context, d Descriptor) (catalog.Layer, erro
 	if err := g.Catalog.PutLayer(ctx, row); err != nil {
 		return catalog.Layer{}, fmt.Errorf("ingest layer %s: %w", d.Digest, err)
 	}
+	g.arrive()
 	if result = ingested; refusal != nil {
 		result = refused
 	}

@@ -97,6 +97,16 @@ func (r *Registry) checkObject(ctx context.Context, name string, b catalog.Blob)
 	if ok, err := whole(); ok || err != nil { // it was being pushed
 		return ok, err
 	}
+	if r.opts.Heal != nil {
+		err := r.opts.Heal(ctx, b.Digest)
+		if ok, serr := whole(); err == nil && ok && serr == nil {
+			r.log.Warn("blob was lost or cut, and was made again from packs: look after the disk", "repository", name, "digest", b.Digest)
+			return true, nil
+		}
+		if ctx.Err() != nil {
+			return false, ctx.Err()
+		}
+	}
 	r.log.Error("blob is lost or cut: push it again", "repository", name, "digest", b.Digest)
 	err := r.opts.Catalog.UnlinkBlob(context.WithoutCancel(ctx), name, b.Digest)
 	if errors.Is(err, catalog.ErrNotFound) {

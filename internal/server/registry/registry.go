@@ -28,6 +28,8 @@ import (
 	"sync"
 	"time"
 
+	"github.com/opencontainers/go-digest"
+
 	"hydrofoil.dev/foil/internal/server/access"
 	"hydrofoil.dev/foil/internal/server/catalog"
 	"hydrofoil.dev/foil/internal/server/guard"
@@ -50,6 +52,8 @@ type Options struct {
 	// OnManifest is called after a manifest was pushed and acknowledged, before
 	// the handler returns: it must not block. ctx is that of the request.
 	OnManifest func(ctx context.Context, repo string, m catalog.Manifest)
+	// Heal makes the object of a blob again that is lost or cut; nil: nobody can.
+	Heal func(ctx context.Context, d digest.Digest) error
 	// MaxManifest is the limit of a manifest's size in bytes; 0 means 4 MiB,
 	// the least that clients may count on.
 	MaxManifest int64

@@ -12,12 +12,14 @@ import (
 	"github.com/opencontainers/go-digest"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/format/encoder"
 	"hydrofoil.dev/foil/internal/format/layer"
 	"hydrofoil.dev/foil/internal/server/bundles"
 	"hydrofoil.dev/foil/internal/server/catalog"
 	"hydrofoil.dev/foil/internal/server/guard"
 	"hydrofoil.dev/foil/internal/server/ingest"
 	"hydrofoil.dev/foil/internal/server/objects"
+	"hydrofoil.dev/foil/internal/server/restore"
 	"hydrofoil.dev/foil/internal/server/upstream"
 )
 
@@ -64,13 +66,18 @@ func rootfsOf(get func(context.Context, []ingest.Descriptor) (catalog.Rootfs, er
 }
 
 // repair compares the blobs with their digests before it has the rootfs
-// repaired: plain clients pull them as they are.
-func repair(g *ingest.Ingester, store objects.Store) func(context.Context, []ingest.Descriptor) (catalog.Rootfs, error) {
+// repaired: plain clients pull them as they are. One that is lost or damaged is restored, if it
+// can be.
+func repair(g *ingest.Ingester, store objects.Store, blobs *restore.Blobs) func(context.Context, []ingest.Descriptor) (catalog.Rootfs, error) {
 	return func(ctx context.Context, layers []ingest.Descriptor) (catalog.Rootfs, error) {
 		var lost lostError
 		for _, l := range layers {
 			err := verifyBlob(ctx, store, l.Digest)
-			if _, wrong := errors.AsType[*layer.DigestError](err); wrong || errors.Is(err, objects.ErrNotFound) {
+			_, wrong := errors.AsType[*layer.DigestError](err)
+			if wrong = wrong || errors.Is(err, objects.ErrNotFound); wrong && blobs.Heal(ctx, l.Digest) == nil {
+				continue
+			}
+			if wrong {
 				lost = append(lost, l.Digest)
 			} else if err != nil {
 				return catalog.Rootfs{}, err
@@ -149,6 +156,41 @@ func makeRecipes(g *ingest.Ingester, blobs objects.Store, log *slog.Logger) (clo
 		cancel()
 		work.Wait()
 		return nil
+	}
+}
+
+// prove finds out, in the background, how layers were compressed. It ends when close is called.
+func prove(g *ingest.Ingester, encoders *encoder.Set, blobs objects.Store, log *slog.Logger) (close func() error) {
+	ctx, cancel := context.WithCancel(context.Background())
+	var work sync.WaitGroup
+	work.Go(func() {
+		for _, err := range encoders.Check(ctx) {
+			if ctx.Err() == nil {
+				log.Warn("layers of some tools cannot be restored from packs", "error", err)
+			}
+		}
+		err := g.Prove(ctx, ingest.Proofs{Encoders: encoders, Blobs: blobs, Failed: func(blob digest.Digest, err error) {
+			log.Warn("it is not known how a layer was compressed: its blob cannot be made again", "layer", blob, "error", err)
+		}})
+		if err != nil && ctx.Err() == nil {
+			log.Error("how layers were compressed is not found out until the server is started again", "error", err)
+		}
+	})
+	return func() error {
+		cancel()
+		work.Wait()
+		return nil
+	}
+}
+
+// toldHealed logs what becomes of blobs that were lost.
+func toldHealed(log *slog.Logger) func(digest.Digest, error) {
+	return func(d digest.Digest, err error) {
+		if err != nil {
+			log.Error("a lost blob could not be made again: push it again", "digest", d, "error", err)
+			return
+		}
+		log.Warn("a lost blob was made again from packs: look after the disk", "digest", d)
 	}
 }
 

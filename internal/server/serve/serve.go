@@ -34,16 +34,20 @@ import (
 
 	"hydrofoil.dev/foil/internal/durable"
 	format "hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/format/encoder"
+	"hydrofoil.dev/foil/internal/format/encoder/programs"
 	"hydrofoil.dev/foil/internal/kernel"
 	"hydrofoil.dev/foil/internal/metrics"
 	"hydrofoil.dev/foil/internal/server/bundles"
 	"hydrofoil.dev/foil/internal/server/catalog"
 	"hydrofoil.dev/foil/internal/server/catalog/sqlite"
+	"hydrofoil.dev/foil/internal/server/dedup"
 	"hydrofoil.dev/foil/internal/server/guard"
 	"hydrofoil.dev/foil/internal/server/ingest"
 	"hydrofoil.dev/foil/internal/server/login"
 	"hydrofoil.dev/foil/internal/server/objects"
 	"hydrofoil.dev/foil/internal/server/registry"
+	"hydrofoil.dev/foil/internal/server/restore"
 	"hydrofoil.dev/foil/internal/server/rootdir"
 	"hydrofoil.dev/foil/internal/server/scrub"
 	"hydrofoil.dev/foil/internal/server/startup"
@@ -174,8 +178,10 @@ type parts struct {
 	local    *sqlite.Catalog       // below the root
 	catalog  catalog.Catalog       // local, or the accelerator's view of it
 	here     objects.Store         // below the root
-	store    objects.Store         // here, or the accelerator's view of it
+	store    objects.Store         // here, with blobs that can be restored, or the accelerator's view of it
 	front    *upstream.Accelerator // nil: this is no accelerator
+	encoders *encoder.Set
+	blobs    *restore.Blobs
 	ingester *ingest.Ingester
 	bundle   *bundles.Handler
 	queue    *queue
@@ -204,7 +210,7 @@ func (s *Server) open(ctx context.Context) error {
 		return err
 	}
 	requests, scrubbed := newRequestMetrics(), scrub.NewMetrics()
-	s.metrics = append(append(requests.all(), s.guard.Metrics()...), p.ingester.Metrics, p.bundle.Metrics(), p.queue.metrics(), scrubbed)
+	s.metrics = append(append(requests.all(), s.guard.Metrics()...), p.ingester.Metrics, p.blobs.Metrics, p.bundle.Metrics(), p.queue.metrics(), scrubbed)
 	if s.opts.ScrubRate > 0 {
 		s.closers = append(s.closers, s.scrubber(&p, scrubbed))
 	}
@@ -240,7 +246,13 @@ func (s *Server) openStores(ctx context.Context, p *parts) error {
 		return err
 	}
 	p.here, p.store, p.catalog = dir, dir, p.local
+	p.encoders = &encoder.Set{Programs: programs.Program}
+	s.closers = append(s.closers, p.encoders.Close)
+	p.blobs = &restore.Blobs{Store: &dedup.Store{Objects: dir, Catalog: p.local}, Encoders: p.encoders, Metrics: restore.NewMetrics()}
 	if s.opts.Upstream.URL == "" {
+		front := restore.NewStore(p.blobs, toldHealed(s.log))
+		s.closers = append(s.closers, front.Close)
+		p.store = front
 		return nil
 	}
 	o := s.opts.Upstream
@@ -264,7 +276,7 @@ func (s *Server) openServices(p *parts) (err error) {
 		Catalog:    p.catalog,
 		Objects:    p.store,
 		Rootfs:     fetched(p.front, rootfsOf(p.ingester.Rootfs, p.catalog, p.store, s.log)),
-		Repair:     fetched(p.front, rootfsOf(repair(p.ingester, p.store), p.catalog, p.store, s.log)),
+		Repair:     fetched(p.front, rootfsOf(repair(p.ingester, p.store, p.blobs), p.catalog, p.store, s.log)),
 		Recipe:     recipeOf(p.ingester),
 		StartupMax: s.opts.StartupMax,
 		Patience:   s.opts.IdleAnswer,
@@ -273,7 +285,7 @@ func (s *Server) openServices(p *parts) (err error) {
 	})
 	s.closers = append(s.closers, p.bundle.Close)
 	p.queue = newQueue(p.bundle, s.guard, p.front, p.catalog, s.log)
-	s.closers = append(s.closers, p.queue.Close, makeRecipes(p.ingester, p.here, s.log))
+	s.closers = append(s.closers, p.queue.Close, makeRecipes(p.ingester, p.here, s.log), prove(p.ingester, p.encoders, p.here, s.log))
 	bounds, err := s.bound(p)
 	if err != nil {
 		return err
@@ -284,6 +296,7 @@ func (s *Server) openServices(p *parts) (err error) {
 		Catalog:    p.catalog,
 		Uploads:    filepath.Join(s.opts.Root, "uploads"),
 		OnManifest: p.queue.add,
+		Heal:       p.blobs.Heal,
 		Guard:      s.guard,
 		Log:        s.log,
 	})

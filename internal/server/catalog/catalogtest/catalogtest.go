@@ -383,6 +383,18 @@ func testLayers(t *testing.T, c catalog.Catalog) {
 	check(t, err)
 	wantEqual(t, "layers without recipes", missing[1:], got)
 
+	got, err = c.NotLooked(ctx, "", 10)
+	check(t, err)
+	wantEqual(t, "layers that nobody looked at", []catalog.Layer{made}, got)
+	got, err = c.NotLooked(ctx, made.Blob, 10)
+	check(t, err)
+	wantEqual(t, "those after it", []catalog.Layer(nil), got)
+	recipe.Key += ".intact"
+	check(t, c.PutRecipe(ctx, made.Blob, recipe))
+	got, err = c.NotLooked(ctx, "", 10)
+	check(t, err)
+	wantEqual(t, "layers that nobody looked at, when all were", []catalog.Layer(nil), got)
+
 	r := catalog.Rootfs{ChainID: digestOf("chain"), TOC: digestOf("toc"), Key: "tocs/x"}
 	_, err = c.Rootfs(ctx, r.ChainID)
 	wantNotFound(t, "unknown rootfs", err)

@@ -138,6 +138,9 @@ var migrations = []string{
 	INSERT INTO log VALUES (1, 0, 0, 0, 0, '');
 	`,
 	usageMigration,
+	`
+	CREATE INDEX layers_not_looked ON layers (blob) WHERE recipe <> '' AND instr(recipe, '.') = 0;
+	`,
 }
 
 // migrate brings the database to the newest version.

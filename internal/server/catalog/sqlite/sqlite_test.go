@@ -105,7 +105,7 @@ func TestLayersOfOldCatalogs(t *testing.T) {
 	if err := errors.Join(c.PutLayer(t.Context(), want), c.Close()); err != nil {
 		t.Fatal(err)
 	}
-	execute(t, path, append(withoutUsage(), `DROP INDEX layers_without_recipe`, `ALTER TABLE layers DROP COLUMN recipe`, `ALTER TABLE layers DROP COLUMN recipe_digest`,
+	execute(t, path, append(withoutUsage(), `DROP INDEX layers_without_recipe`, `DROP INDEX layers_not_looked`, `ALTER TABLE layers DROP COLUMN recipe`, `ALTER TABLE layers DROP COLUMN recipe_digest`,
 		`ALTER TABLE layers DROP COLUMN recipe_size`, `DROP TABLE log`, `PRAGMA user_version = 2`)...)
 	c = open(t, path)
 	defer c.Close()
