@@ -420,6 +420,20 @@ func (g *Guard) May(ctx context.Context, right access.Right, repository string) 
 	return allowed
 }
 
+// Lists reports whether a repository is listed for who sends a request: who may pull it. A token that grants the catalog
+// names no repositories.
+func (g *Guard) Lists(ctx context.Context, repository string) bool {
+	if g.May(ctx, access.Pull, repository) {
+		return true
+	}
+	c := from(ctx)
+	if c == nil || !c.WithinCatalog() {
+		return false
+	}
+	allowed, _ := g.now().rules.Decide(c.Subject, access.Pull, repository)
+	return allowed
+}
+
 // Hides reports whether err says that what was asked for is to look as if it were not there.
 func Hides(err error) bool {
 	d, ok := errors.AsType[*Denied](err)

@@ -44,6 +44,7 @@ import (
 	"log/slog"
 	"net/http"
 	"net/netip"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -143,6 +144,13 @@ func (i *Identity) Within(right access.Right, repository string) bool {
 		}
 	}
 	return false
+}
+
+// WithinCatalog reports whether a bound, if there is one, includes the names of all repositories.
+func (i *Identity) WithinCatalog() bool {
+	return i.Bound == nil || slices.ContainsFunc(i.Bound, func(b Bound) bool {
+		return b.Type == "registry" && b.Name == "catalog" && slices.Contains(b.Actions, "*")
+	})
 }
 
 // Ways by which somebody is known.
