@@ -45,6 +45,7 @@ import (
 	"net/netip"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/pelletier/go-toml/v2"
 	"github.com/prometheus/client_golang/prometheus"
@@ -206,6 +207,17 @@ type caller struct {
 	login.Identity
 	address netip.Addr
 	request *http.Request
+	began   time.Time
+	policy  *policy // of when it began
+}
+
+// now is the policy that counts for what a caller wants. Of a request that has just begun it is the one that it was let in by;
+// one that goes on for long is asked anew.
+func (c *caller) now(g *Guard) *policy {
+	if time.Since(c.began) < time.Second {
+		return c.policy
+	}
+	return g.now()
 }
 
 type callerKey struct{}
@@ -240,7 +252,7 @@ func (g *Guard) Wrap(next http.Handler, open func(*http.Request) bool) http.Hand
 	}
 	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		p := g.now()
-		c := &caller{address: p.address(req), request: req}
+		c := &caller{address: p.address(req), request: req, began: time.Now(), policy: p}
 		if open(req) {
 			c.Name, c.Way = access.Anonymous, login.WayNone
 		} else {
@@ -378,13 +390,15 @@ func (g *Guard) Check(ctx context.Context, right access.Right, repository string
 	if c == nil {
 		return errUnguarded
 	}
-	p := g.now()
-	allowed, rule := p.allows(c, right, repository)
-	g.decided(c, right, repository, about, allowed, rule)
-	if allowed {
+	p := c.now(g)
+	allowed, rule := p.rules.Decide(c.Subject, right, repository)
+	within := c.Within(right, repository)
+	g.decided(c, right, repository, about, allowed && within, rule)
+	if allowed && within {
 		return nil
 	}
-	d := &Denied{Right: right, Repository: repository, Unknown: c.Name == access.Anonymous}
+	// Clients get an external token for what they are about to do, and another one when a challenge names more.
+	d := &Denied{Right: right, Repository: repository, Unknown: c.Name == access.Anonymous || allowed}
 	if d.Unknown {
 		d.Challenge = p.logins.Challenge(c.request, login.Scope(right, repository), false)
 	}
@@ -400,7 +414,7 @@ func (g *Guard) Known(ctx context.Context, scope string) error {
 	if c == nil {
 		return errUnguarded
 	}
-	p := g.now()
+	p := c.now(g)
 	if c.Shown || !p.logins.Any() {
 		return nil
 	}

@@ -304,8 +304,8 @@ func (l *Logins) basic(ctx context.Context, user, password string, address netip
 
 // token takes a token: the server's own, an external token service's, or an issuer's.
 func (l *Logins) token(ctx context.Context, raw string, address netip.Addr) (*Identity, error) {
-	if l.external == nil && l.state.seen.get(sha256.Sum256([]byte(raw))) != nil {
-		return l.own(raw, useAccess)
+	if name := sha256.Sum256([]byte(raw)); l.external == nil && l.state.seen.get(name) != nil {
+		return l.ownNamed(raw, name, useAccess)
 	}
 	from, err := issuerOf(raw)
 	if err != nil {
