@@ -254,7 +254,7 @@ const (
 	externalIssuer  = "tokens.example"
 )
 
-func newTokenService(t testing.TB, ca *authority, users map[string]string) *tokenService {
+func newTokenService(t testing.TB, ca *authority, host string, users map[string]string) *tokenService {
 	t.Helper()
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
@@ -278,8 +278,7 @@ func newTokenService(t testing.TB, ca *authority, users map[string]string) *toke
 	if err != nil {
 		t.Fatal(err)
 	}
-	// Clients refuse the address of a private network where they were not sent for it before; a name they take.
-	s.url = fmt.Sprintf("https://localhost:%d/token", l.Addr().(*net.TCPAddr).Port)
+	s.url = fmt.Sprintf("https://%s:%d/token", host, l.Addr().(*net.TCPAddr).Port)
 	server := &http.Server{ReadHeaderTimeout: time.Minute, Handler: http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) { s.answer(t, signer, w, req) })}
 	done := make(chan struct{})
 	go func() {
