@@ -32,7 +32,10 @@ export FOIL_TEST_KUBELET ?= $(CACHE)/kubernetes
 export FOIL_TEST_CONFORMANCE ?= $(CACHE)/bin/conformance
 export FOIL_TEST_REGISTRY ?= $(CACHE)/bin/registry
 
-.PHONY: build encoders bin/bench test test-kubernetes lint vet unit race demo bench bench-server bench-go fuzz deps tidy clean
+# What logs in at the server in tests, besides what distributions have.
+export FOIL_TEST_CLIENTS ?= $(CACHE)/clients
+
+.PHONY: build encoders bin/bench test test-kubernetes test-clients lint vet unit race demo bench bench-server bench-go fuzz deps tidy clean
 
 build: encoders
 	CGO_ENABLED=0 $(GO) build -trimpath -buildvcs=false -ldflags '$(LDFLAGS)' -o bin/foil ./cmd/foil
@@ -103,6 +106,14 @@ $(CACHE)/bin/conformance: tools/conformance/go.mod tools/conformance/go.sum
 $(CACHE)/bin/registry: tools/registry/main.go tools/registry/go.mod tools/registry/go.sum
 	cd tools/registry && CGO_ENABLED=0 $(GO) build -trimpath -ldflags '-s -w' -o $@ .
 
+CLIENTS := crane=github.com/google/go-containerregistry/cmd/crane oras=oras.land/oras/cmd/oras cosign=github.com/sigstore/cosign/v3/cmd/cosign
+
+$(CACHE)/clients/dex: tools/dex/main.go tools/dex/go.mod tools/dex/go.sum
+	cd tools/dex && CGO_ENABLED=0 $(GO) build -trimpath -ldflags '-s -w' -o $@ .
+
+$(CACHE)/clients/%: tools/clients/go.mod tools/clients/go.sum
+	cd tools/clients && CGO_ENABLED=0 $(GO) build -trimpath -ldflags '-s -w' -o $@ $(patsubst $*=%,%,$(filter $*=%,$(CLIENTS)))
+
 unit: encoders $(CACHE)/containerd1/containerd $(CACHE)/containerd2/containerd $(CACHE)/runc/runc $(CACHE)/kubernetes/kubelet $(CACHE)/bin/conformance $(CACHE)/bin/registry
 	cd bench && $(GO) run ./cmd/gotest -C .. $(TESTFLAGS) -- . bench
 
@@ -110,6 +121,12 @@ unit: encoders $(CACHE)/containerd1/containerd $(CACHE)/containerd2/containerd $
 # manifests of deploy/kubernetes. `make test` has the kubelet alone.
 test-kubernetes: deps $(addprefix $(CACHE)/kubernetes/,kubelet etcd kube-apiserver kube-scheduler kube-controller-manager) $(CACHE)/containerd2/containerd $(CACHE)/runc/runc
 	$(GO) test $(TESTFLAGS) -v -run 'Kubelet|Kubernetes|Install' ./internal/e2e
+
+# Others' programs log in at the server by each way that they know, and dex is a provider of OpenID Connect. cosign
+# and dex take minutes to build; `make test` has skopeo and ctr alone.
+test-clients: deps $(addprefix $(CACHE)/clients/,crane oras cosign dex) $(CACHE)/bin/conformance
+	@scripts/deps clients
+	$(GO) test $(TESTFLAGS) -v ./internal/e2e/clients
 
 demo: build
 	@scripts/deps demo

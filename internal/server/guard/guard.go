@@ -48,6 +48,7 @@ import (
 	"net/netip"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/pelletier/go-toml/v2"
 	"github.com/prometheus/client_golang/prometheus"
@@ -245,6 +246,17 @@ type caller struct {
 	address netip.Addr
 	client  Client
 	request *http.Request
+	began   time.Time
+	policy  *policy // of when it began
+}
+
+// now is the policy that counts for what a caller wants. Of a request that has just begun it is the one that it was let in by;
+// one that goes on for long is asked anew.
+func (c *caller) now(g *Guard) *policy {
+	if time.Since(c.began) < time.Second {
+		return c.policy
+	}
+	return g.now()
 }
 
 type callerKey struct{}
@@ -279,7 +291,7 @@ func (g *Guard) Wrap(next http.Handler, open func(*http.Request) bool) http.Hand
 	}
 	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		p := g.now()
-		c := &caller{address: p.address(req), request: req}
+		c := &caller{address: p.address(req), request: req, began: time.Now(), policy: p}
 		if open(req) {
 			c.Name, c.Way = access.Anonymous, login.WayNone
 		} else {
@@ -420,13 +432,15 @@ func (g *Guard) Check(ctx context.Context, right access.Right, repository string
 	if c == nil {
 		return errUnguarded
 	}
-	p := g.now()
-	allowed, rule := p.allows(c, right, repository)
-	g.decided(c, right, repository, about, allowed, rule)
-	if allowed {
+	p := c.now(g)
+	allowed, rule := p.rules.Decide(c.Subject, right, repository)
+	within := c.Within(right, repository)
+	g.decided(c, right, repository, about, allowed && within, rule)
+	if allowed && within {
 		return nil
 	}
-	d := &Denied{Right: right, Repository: repository, Unknown: c.Name == access.Anonymous}
+	// Clients get an external token for what they are about to do, and another one when a challenge names more.
+	d := &Denied{Right: right, Repository: repository, Unknown: c.Name == access.Anonymous || allowed}
 	if d.Unknown {
 		d.Challenge = p.logins.Challenge(c.request, login.Scope(right, repository), false)
 	}
@@ -442,7 +456,7 @@ func (g *Guard) Known(ctx context.Context, scope string) error {
 	if c == nil {
 		return errUnguarded
 	}
-	p := g.now()
+	p := c.now(g)
 	if c.Shown || !p.logins.Any() {
 		return nil
 	}
@@ -459,6 +473,20 @@ func (g *Guard) May(ctx context.Context, right access.Right, repository string) 
 		return false
 	}
 	allowed, _ := g.now().allows(c, right, repository)
+	return allowed
+}
+
+// Lists reports whether a repository is listed for who sends a request: who may pull it. A token that grants the catalog
+// names no repositories.
+func (g *Guard) Lists(ctx context.Context, repository string) bool {
+	if g.May(ctx, access.Pull, repository) {
+		return true
+	}
+	c := from(ctx)
+	if c == nil || !c.WithinCatalog() {
+		return false
+	}
+	allowed, _ := g.now().rules.Decide(c.Subject, access.Pull, repository)
 	return allowed
 }
 

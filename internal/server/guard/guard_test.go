@@ -418,3 +418,33 @@ func TestDocumentedLimits(t *testing.T) {
 		}
 	}
 }
+
+// A token of an external service that grants less than rules allow is to be exchanged for one that grants it; what rules
+// deny stays denied, whatever a token grants.
+func TestExternalTokensThatGrantTooLittle(t *testing.T) {
+	dir, i := t.TempDir(), newIssuer(t)
+	g := open(t, dir, fmt.Sprintf("[external-tokens]\nurl = \"https://auth.example/token\"\nservice = \"registry.example\"\nissuer = \"auth.example\"\nkeys = %q\n"+
+		"[[rule]]\nto = [\"token:s\"]\nallow = [\"pull\", \"push\"]\nrepositories = [\"mine/**\"]\n", i.URL+"/keys"))
+	grants := func(repository string, actions ...string) func(*http.Request) {
+		token := i.token("auth.example", map[string]any{"access": []map[string]any{{"type": "repository", "name": repository, "actions": actions}}})
+		return func(r *http.Request) { r.Header.Set("Authorization", "Bearer "+token) }
+	}
+	for _, test := range []struct {
+		who        func(*http.Request)
+		right      access.Right
+		repository string
+		want       string
+	}{
+		{grants("mine/app", "pull"), access.Pull, "mine/app", "yes"},
+		{grants("mine/app", "pull"), access.Push, "mine/app", "login"},
+		{grants("mine/app", "pull", "push"), access.Push, "mine/app", "yes"},
+		{grants("mine/app", "pull"), access.Pull, "mine/other", "login"},
+		{grants("mine/app", "*"), access.Delete, "mine/app", "no"},
+		{grants("other/app", "*"), access.Pull, "other/app", "no"},
+		{grants("mine/app", "*"), access.Pull, "other/app", "no"},
+	} {
+		if got := ask(g, test.who, test.right, test.repository); got != test.want {
+			t.Errorf("%s of %s: %s, want %s", test.right, test.repository, got, test.want)
+		}
+	}
+}

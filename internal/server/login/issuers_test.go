@@ -311,6 +311,13 @@ func TestExternalService(t *testing.T) {
 			t.Errorf("%s of %s: %v", test.right, test.repo, got)
 		}
 	}
+	if id.WithinCatalog() {
+		t.Error("it grants the catalog")
+	}
+	req.Header.Set("Authorization", "Bearer "+p.token(map[string]any{"access": []map[string]any{{"type": "registry", "name": "catalog", "actions": []string{"*"}}}}))
+	if id, err := l.Identify(req, somewhere); err != nil || !id.WithinCatalog() || id.Within(access.Pull, "base") {
+		t.Errorf("a token for the catalog alone: %+v, %v", id, err)
+	}
 	// By custom a token without a subject is nobody's; one without access grants nothing.
 	req.Header.Set("Authorization", "Bearer "+p.token(map[string]any{"sub": nil}))
 	if id, err := l.Identify(req, somewhere); err != nil || id.Name != access.Anonymous || id.Within(access.Pull, "base") {

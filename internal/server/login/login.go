@@ -44,6 +44,7 @@ import (
 	"log/slog"
 	"net/http"
 	"net/netip"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -143,6 +144,13 @@ func (i *Identity) Within(right access.Right, repository string) bool {
 		}
 	}
 	return false
+}
+
+// WithinCatalog reports whether a bound, if there is one, includes the names of all repositories.
+func (i *Identity) WithinCatalog() bool {
+	return i.Bound == nil || slices.ContainsFunc(i.Bound, func(b Bound) bool {
+		return b.Type == "registry" && b.Name == "catalog" && slices.Contains(b.Actions, "*")
+	})
 }
 
 // Ways by which somebody is known.
@@ -296,8 +304,8 @@ func (l *Logins) basic(ctx context.Context, user, password string, address netip
 
 // token takes a token: the server's own, an external token service's, or an issuer's.
 func (l *Logins) token(ctx context.Context, raw string, address netip.Addr) (*Identity, error) {
-	if l.external == nil && l.state.seen.get(sha256.Sum256([]byte(raw))) != nil {
-		return l.own(raw, useAccess)
+	if name := sha256.Sum256([]byte(raw)); l.external == nil && l.state.seen.get(name) != nil {
+		return l.ownNamed(raw, name, useAccess)
 	}
 	from, err := issuerOf(raw)
 	if err != nil {
