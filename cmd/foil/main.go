@@ -97,6 +97,7 @@ func addCommands(root *cobra.Command) {
 		{thisMachine, []*cobra.Command{
 			newDoctorCommand(),
 			newInstallCommand(),
+			newCredentialProviderCommand(),
 			newConfigCommand(),
 			newVersionCommand(),
 		}},

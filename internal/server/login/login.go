@@ -117,7 +117,8 @@ type Identity struct {
 	// Bound is what an external token service grants; nil: everything that rules allow.
 	Bound []Bound
 
-	password string // of a user: the state of the line in the password file
+	password string    // of a user: the state of the line in the password file
+	expires  time.Time // of who has shown one of the server's own tokens: when that ends
 }
 
 // Bound is what an external token service grants for a repository.

@@ -83,7 +83,7 @@ func (l *Logins) own(raw, use string) (*Identity, error) {
 		}
 		return nil, &Error{Way: WayToken, Message: message, Reason: err}
 	}
-	return &Identity{Subject: access.Subject{Name: c.Subject, Groups: c.Groups}, Way: WayToken, Shown: true, password: c.Line}, nil
+	return &Identity{Subject: access.Subject{Name: c.Subject, Groups: c.Groups}, Way: WayToken, Shown: true, password: c.Line, expires: c.Expiry.Time()}, nil
 }
 
 // verify verifies a token. One that was right before is not computed again: signature and claims do not change,
