@@ -264,7 +264,7 @@ func (h *Handler) promote(w http.ResponseWriter, r *http.Request) {
 // stream finds one that whoever asks has begun, and may still pull.
 func (h *Handler) stream(ctx context.Context, id string) *queue {
 	q, of := h.streams.find(id)
-	if q == nil || of.subject != guard.Subject(ctx) || !h.o.Guard.May(ctx, access.Pull, of.repository) {
+	if q == nil || of.subject != guard.Subject(ctx) || !h.o.Guard.May(ctx, access.Pull, of.repository, of.reference) {
 		return nil
 	}
 	return q
@@ -301,7 +301,7 @@ func (h *Handler) pull(w http.ResponseWriter, r *http.Request) {
 	out := bundle.NewWriter(slow)
 	s := &pull{h: h, req: req, image: image, about: ref(image.Repository, image.Reference), w: out, queue: &queue{}, client: client(r), conn: r.RemoteAddr}
 	s.flush = func() error { return errors.Join(out.Flush(), slow.Flush()) }
-	id := h.streams.add(s.queue, owner{guard.Subject(ctx), image.Repository})
+	id := h.streams.add(s.queue, owner{guard.Subject(ctx), image.Repository, image.Manifest.Digest.String()})
 	defer h.streams.remove(id)
 	if err := s.run(ctx, id); err != nil {
 		var gone writeFailed

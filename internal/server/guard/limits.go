@@ -97,7 +97,7 @@ func (g *Guard) tooMany(w http.ResponseWriter, beyond string, after time.Duratio
 
 // clientOf is who a request counts for. Nobody has proven anything on paths that ask nobody.
 func clientOf(c *caller, open bool) client {
-	if open {
+	if open || c.relayed {
 		return client{access.Anonymous, login.Network(c.address)}
 	}
 	return client{c.Name, login.Network(c.address)}

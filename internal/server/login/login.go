@@ -181,7 +181,7 @@ func (e *Error) Unwrap() error { return e.Reason }
 // State is what lasts when the configuration is read again.
 type State struct {
 	keys     *Keys
-	failures failures
+	failures Failures
 	verifier verifier
 	seen     seen
 	log      *slog.Logger
@@ -193,7 +193,7 @@ func Open(keys string, log *slog.Logger) (*State, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &State{keys: k, failures: newFailures(), verifier: newVerifier(), seen: seen{new(sync.Mutex), make(map[[sha256.Size]byte]*claims)}, log: log}, nil
+	return &State{keys: k, failures: NewFailures(), verifier: newVerifier(), seen: seen{new(sync.Mutex), make(map[[sha256.Size]byte]*claims)}, log: log}, nil
 }
 
 // Logins know clients as one configuration says.
@@ -321,7 +321,7 @@ func (l *Logins) token(ctx context.Context, raw string, address netip.Addr) (*Id
 			}
 		}
 	}
-	if err := l.state.failures.check(address, way); err != nil {
+	if err := l.state.failures.Check(address, way); err != nil {
 		return nil, err
 	}
 	id, err := verify()
@@ -331,7 +331,7 @@ func (l *Logins) token(ctx context.Context, raw string, address netip.Addr) (*Id
 	if errors.Is(err, errUnreachable) {
 		return nil, &Error{Way: way, Message: "the issuer of the token cannot be asked for its keys", After: askEvery, Reason: err}
 	}
-	l.state.failures.add(address)
+	l.state.failures.Add(address)
 	return nil, &Error{Way: way, Message: "the token is not valid here", Reason: err}
 }
 

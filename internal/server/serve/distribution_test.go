@@ -27,15 +27,21 @@ import (
 // notifies a server of pushes. It returns its address and what ends it.
 func startRegistry(t *testing.T, program, addr, dir, hook string) (stop func()) {
 	t.Helper()
+	return startRegistryWith(t, program, addr, dir, fmt.Sprintf(`notifications:
+  endpoints:
+    - {name: accelerator, url: %s, timeout: 5s, threshold: 5, backoff: 100ms}
+`, hook))
+}
+
+// startRegistryWith runs one with more lines of configuration.
+func startRegistryWith(t *testing.T, program, addr, dir, more string) (stop func()) {
+	t.Helper()
 	config := filepath.Join(dir, "config.yml")
 	content := fmt.Sprintf(`version: 0.1
 log: {level: warn}
 storage: {filesystem: {rootdirectory: %s}}
 http: {addr: %s}
-notifications:
-  endpoints:
-    - {name: accelerator, url: %s, timeout: 5s, threshold: 5, backoff: 100ms}
-`, filepath.Join(dir, "data"), addr, hook)
+%s`, filepath.Join(dir, "data"), addr, more)
 	if err := os.WriteFile(config, []byte(content), 0o600); err != nil {
 		t.Fatal(err)
 	}

@@ -73,7 +73,7 @@ type Options struct {
 	// the image.
 	StartupMax startup.Limit
 	// Upstream makes the server an accelerator, if it has a URL. What is to be
-	// set besides: Auth, CA, TagTTL, TagTimeout.
+	// set besides: Auth, CA, TagTTL, TagTimeout, ClientCredentials, RightsTTL.
 	Upstream upstream.Options
 	// IdleBody is how long the body of a request may bring nothing; 0 means a minute.
 	IdleBody time.Duration
@@ -235,6 +235,11 @@ func (s *Server) openStores(ctx context.Context, p *parts) error {
 		return err
 	}
 	s.closers = append(s.closers, p.front.Close)
+	if o.ClientCredentials {
+		if s.guard, err = guard.Relay(guard.RelayOptions{Judge: p.front, Audit: s.opts.Audit, Log: s.log}); err != nil {
+			return err
+		}
+	}
 	p.store, p.catalog = p.front.Store(), p.front.Catalog()
 	return nil
 }
@@ -288,7 +293,9 @@ func (s *Server) route(p *parts) http.Handler {
 		mux.Handle(e.Method+" "+e.Path, p.bundle)
 	}
 	if s.guard != nil {
-		mux.HandleFunc(login.TokenPath, s.guard.Token)
+		if !s.guard.Relays() { // else the upstream names its own
+			mux.HandleFunc(login.TokenPath, s.guard.Token)
+		}
 		mux.HandleFunc("GET "+MetricsPath, s.serveMetrics)
 	}
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, req *http.Request) {
