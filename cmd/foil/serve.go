@@ -102,6 +102,7 @@ func (f *serveFlags) add(flags *pflag.FlagSet) {
 	flags.StringVar(&f.opts.TLSCert, "tls-cert", "", "certificate `FILE` in PEM form, read again when it changes; without one: plain HTTP")
 	flags.StringVar(&f.opts.TLSKey, "tls-key", "", "`FILE` of the certificate's key in PEM form")
 	flags.StringVar(&f.opts.Access, "access", "", "`FILE` that says who may log in and do what, in TOML, read again when it changes (docs/access.md); without one everybody may do everything")
+	flags.StringVar(&f.opts.Webhooks, "webhooks", "", "`FILE` that says who is told of pushes, pulls and deletions, in TOML, read again when it changes (docs/webhooks.md)")
 	flags.BoolVar(&f.opts.InsecureOpen, "insecure-open", false, "listen for other machines without TLS, or without --access")
 	flags.StringVar(&f.audit, "audit", "", "`FILE` that a line of JSON is added to for each decision about access, opened again at SIGHUP; -: standard output")
 	flags.Var(&f.opts.StartupMax, "startup-max", "how large the startup set of a service may be: a share of its image (16M are always allowed), or bytes such as `64M`; 0: none")

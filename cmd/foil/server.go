@@ -16,11 +16,11 @@ import (
 func newServerCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "server",
-		Short: "Explain the rules of a registry, back it up, mend its catalog",
+		Short: "Explain the rules of a registry, back it up, mend its catalog, look at its webhooks",
 		Long: `For administrators of foil serve. These commands ask no server: they work on the files
 that the server reads.`,
 	}
-	cmd.AddCommand(newServerAccessCommand(), newServerRebuildCommand(), newServerBackupCommand(), newServerRestoreCommand())
+	cmd.AddCommand(newServerAccessCommand(), newServerRebuildCommand(), newServerBackupCommand(), newServerRestoreCommand(), newServerWebhooksCommand())
 	onlySubcommands(cmd)
 	return cmd
 }

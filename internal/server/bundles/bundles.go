@@ -51,6 +51,7 @@ import (
 	"hydrofoil.dev/foil/internal/server/planner"
 	"hydrofoil.dev/foil/internal/server/startup"
 	"hydrofoil.dev/foil/internal/server/turns"
+	"hydrofoil.dev/foil/internal/server/webhooks"
 )
 
 // Options are what a Handler works with.
@@ -68,6 +69,8 @@ type Options struct {
 	Recipe func(ctx context.Context, m *Resolved, layer int) (catalog.Layer, error)
 	// Guard says who may do what; nil: everybody may everything.
 	Guard *guard.Guard
+	// Webhooks is told of pulls; nil: nobody is.
+	Webhooks *webhooks.Sender
 	// StartupMax is how large a startup set may be.
 	StartupMax startup.Limit
 	// Memory bounds the indices, orders and frames kept in memory; 0 means 256 MiB.
@@ -294,6 +297,12 @@ func (h *Handler) pull(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 
+	pulled := webhooks.Data{Repository: image.Repository, Digest: image.Manifest.Digest.String(), MediaType: image.Manifest.MediaType,
+		Size: int64(len(image.Manifest.Bytes)), Subject: guard.Subject(ctx)}
+	if digest.Digest(image.Reference).Validate() != nil {
+		pulled.Tags = []string{image.Reference}
+	}
+	h.o.Webhooks.Pulled(pulled)
 	w.Header().Set("Content-Type", bundle.MediaTypeBundle)
 	w.WriteHeader(http.StatusOK)
 	slow := newPatient(w, h.o.Patience)

@@ -32,6 +32,7 @@ import (
 	"hydrofoil.dev/foil/internal/server/catalog"
 	"hydrofoil.dev/foil/internal/server/guard"
 	"hydrofoil.dev/foil/internal/server/objects"
+	"hydrofoil.dev/foil/internal/server/webhooks"
 )
 
 // Options configure a Registry.
@@ -48,6 +49,8 @@ type Options struct {
 	// OnManifest is called after a manifest was pushed and acknowledged, before
 	// the handler returns: it must not block.
 	OnManifest func(repo string, m catalog.Manifest)
+	// Webhooks is told of manifests that are pushed, pulled and deleted; nil: nobody is.
+	Webhooks *webhooks.Sender
 	// MaxManifest is the limit of a manifest's size in bytes; 0 means 4 MiB,
 	// the least that clients may count on.
 	MaxManifest int64

@@ -94,8 +94,8 @@ func (s *tokenService) auth() string {
 	return fmt.Sprintf("auth: {token: {realm: %s/token, service: upstream, issuer: tests, jwks: %s, signingalgorithms: [ES256]}}\n", s.URL, s.jwks)
 }
 
-// ask sends a request with credentials, which it exchanges for a token if the answer names a token service, as clients do.
-func ask(t *testing.T, user, method, url string, body []byte) reply {
+// askAs sends a request with credentials, which it exchanges for a token if the answer names a token service, as clients do.
+func askAs(t *testing.T, user, method, url string, body []byte) reply {
 	t.Helper()
 	do := func(method, url string, body []byte, who credential) reply {
 		t.Helper()
@@ -148,17 +148,16 @@ func put(t *testing.T, user, base, repo string, m image) {
 	t.Helper()
 	push := func(b []byte) {
 		t.Helper()
-		r := ask(t, user, "POST", base+"/v2/"+repo+"/blobs/uploads/", nil)
+		r := askAs(t, user, "POST", base+"/v2/"+repo+"/blobs/uploads/", nil)
 		at := r.header.Get("Location")
-		if r = ask(t, user, "PUT", at+"&digest="+digest.FromBytes(b).String(), b); r.status != 201 {
+		if r = askAs(t, user, "PUT", at+"&digest="+digest.FromBytes(b).String(), b); r.status != 201 {
 			t.Fatalf("push a blob: %d %s", r.status, r.body)
 		}
 	}
-	push(m.config)
-	for _, l := range m.layers {
-		push(l.Bytes)
+	for _, b := range m.blobs {
+		push(b)
 	}
-	if r := ask(t, user, "PUT", base+"/v2/"+repo+"/manifests/1", m.manifest); r.status != 201 {
+	if r := askAs(t, user, "PUT", base+"/v2/"+repo+"/manifests/1", m.manifest); r.status != 201 {
 		t.Fatalf("push a manifest: %d %s", r.status, r.body)
 	}
 }
@@ -171,18 +170,18 @@ func pulls(t *testing.T, base, repo string, m image) map[string]func(user string
 		if err != nil {
 			t.Fatal(err)
 		}
-		return func(user string) reply { return ask(t, user, "POST", base+path, b) }
+		return func(user string) reply { return askAs(t, user, "POST", base+path, b) }
 	}
 	get := func(path string) func(string) reply {
-		return func(user string) reply { return ask(t, user, "GET", base+path, nil) }
+		return func(user string) reply { return askAs(t, user, "GET", base+path, nil) }
 	}
 	v2 := "/v2/" + repo
 	d := digest.FromBytes(m.manifest).String()
 	return map[string]func(string) reply{
 		"tag":      get(v2 + "/manifests/1"),
 		"manifest": get(v2 + "/manifests/" + d),
-		"config":   get(v2 + "/blobs/" + digest.FromBytes(m.config).String()),
-		"layer":    get(v2 + "/blobs/" + m.layers[0].Digest.String()),
+		"config":   get(v2 + "/blobs/" + digest.FromBytes(m.blobs[len(m.blobs)-1]).String()),
+		"layer":    get(v2 + "/blobs/" + digest.FromBytes(m.blobs[0]).String()),
 		"tags":     get(v2 + "/tags/list"),
 		"bundle":   post(bundle.PullPath, &bundle.Request{Versions: []int{bundle.Version}, Image: image}),
 		"recipe":   post(bundle.RecipePath, bundle.LayerRequest{Versions: []int{bundle.Version}, Image: image}),
@@ -249,23 +248,23 @@ func TestClientsOfATokenService(t *testing.T) {
 			wantStatus(t, secret, "own", 200)
 			wantStatus(t, secret, "ann", 401)
 			// The challenge is the upstream's own, for what was asked.
-			if diff := cmp.Diff(ask(t, "", "GET", base+"/v2/team/app/manifests/1", nil).challenge, app["tag"]("").challenge); diff != "" {
+			if diff := cmp.Diff(askAs(t, "", "GET", base+"/v2/team/app/manifests/1", nil).challenge, app["tag"]("").challenge); diff != "" {
 				t.Errorf("challenge: %s", diff)
 			}
 			if c := app["bundle"]("").challenge; !strings.Contains(c, `realm="`+s.URL+`/token"`) || !strings.Contains(c, "repository:team/app:pull") {
 				t.Errorf("challenge of a bundle: %s", c)
 			}
 			// Nobody teaches, or deletes, by the upstream's leave.
-			if r := ask(t, "ann", "DELETE", at+bundle.StartupPath+"?repository=team/app&reference=1", nil); r.status != 403 {
+			if r := askAs(t, "ann", "DELETE", at+bundle.StartupPath+"?repository=team/app&reference=1", nil); r.status != 403 {
 				t.Errorf("forget startup sets: %d %s", r.status, r.body)
 			}
-			if r := ask(t, "ann", "GET", at+"/v2/", nil); r.status != 200 {
+			if r := askAs(t, "ann", "GET", at+"/v2/", nil); r.status != 200 {
 				t.Errorf("/v2/: %d", r.status)
 			}
-			if r := ask(t, "bob", "GET", at+"/v2/_catalog", nil); r.status != 401 || strings.Contains(r.body, "secret") {
+			if r := askAs(t, "bob", "GET", at+"/v2/_catalog", nil); r.status != 401 || strings.Contains(r.body, "secret") {
 				t.Errorf("catalog: %d %s", r.status, r.body)
 			}
-			if r := ask(t, "", "GET", at+"/healthz", nil); r.status != 200 {
+			if r := askAs(t, "", "GET", at+"/healthz", nil); r.status != 200 {
 				t.Errorf("healthz: %d", r.status)
 			}
 		})
@@ -299,7 +298,7 @@ func TestClientsOfPasswords(t *testing.T) {
 	}
 	// Ann goes. What was said of her holds as long as it was to.
 	writeFile(t, file, htpasswd(t, "own"))
-	if r := ask(t, "ann", "GET", base+"/v2/", nil); r.status != 401 {
+	if r := askAs(t, "ann", "GET", base+"/v2/", nil); r.status != 401 {
 		t.Fatalf("the upstream: %d", r.status)
 	}
 	wantStatus(t, short, "ann", 401, 429) // 429: after so many failures

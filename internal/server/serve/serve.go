@@ -8,6 +8,7 @@
 //	catalog/  the SQLite catalog
 //	objects/  blobs, packs, what ingest makes, and the journal (package objects, Dir)
 //	uploads/  uploads under way (package registry)
+//	webhooks.db  events that wait for their receivers (package webhooks)
 //	upstream  of an accelerator: the URL of its upstream
 //	fetching/ downloads from there under way (package upstream)
 //
@@ -46,6 +47,7 @@ import (
 	"hydrofoil.dev/foil/internal/server/startup"
 	"hydrofoil.dev/foil/internal/server/tcp"
 	"hydrofoil.dev/foil/internal/server/upstream"
+	"hydrofoil.dev/foil/internal/server/webhooks"
 )
 
 // Options configure a Server.
@@ -58,6 +60,8 @@ type Options struct {
 	// Access is the file that says who may do what (package guard). Without one everybody who reaches the
 	// server may do everything.
 	Access string
+	// Webhooks is the file that says who is told of pushes, pulls and deletions (package webhooks); empty: nobody.
+	Webhooks string
 	// InsecureOpen lets the server listen for other machines without TLS, or without Access.
 	InsecureOpen bool
 	// Audit takes a line of JSON for each decision about access; nil: none are written.
@@ -169,6 +173,7 @@ type parts struct {
 	bundle   *bundles.Handler
 	queue    *queue
 	registry *registry.Registry
+	webhooks *webhooks.Sender // nil: nobody is told
 }
 
 // open is the paths that ask nobody who they are.
@@ -186,6 +191,9 @@ func (s *Server) open(ctx context.Context) error {
 	if err := s.openStores(ctx, &p); err != nil {
 		return err
 	}
+	if err := s.openWebhooks(ctx, &p); err != nil {
+		return err
+	}
 	if err := s.openServices(&p); err != nil {
 		return err
 	}
@@ -194,6 +202,7 @@ func (s *Server) open(ctx context.Context) error {
 	}
 	requests := newRequestMetrics()
 	s.metrics = append(append(requests.all(), s.guard.Metrics()...), p.ingester.Metrics, p.bundle.Metrics(), p.queue.metrics())
+	s.metrics = append(s.metrics, p.webhooks.Metrics()...)
 	if p.front != nil {
 		s.metrics = append(s.metrics, p.front.Metrics())
 	}
@@ -244,6 +253,19 @@ func (s *Server) openStores(ctx context.Context, p *parts) error {
 	return nil
 }
 
+// openWebhooks makes what tells others of what happens.
+func (s *Server) openWebhooks(ctx context.Context, p *parts) (err error) {
+	if s.opts.Webhooks == "" {
+		return nil
+	}
+	p.webhooks, err = webhooks.Open(ctx, webhooks.Options{File: s.opts.Webhooks, Queue: rootdir.Webhooks(s.opts.Root), Log: s.log})
+	if err != nil {
+		return fmt.Errorf("webhooks: %w", err)
+	}
+	s.closers = append(s.closers, p.webhooks.Close)
+	return nil
+}
+
 // openServices makes what works on the stores.
 func (s *Server) openServices(p *parts) (err error) {
 	p.ingester = &ingest.Ingester{Objects: p.store, Catalog: p.catalog, Metrics: ingest.NewMetrics()}
@@ -259,6 +281,7 @@ func (s *Server) openServices(p *parts) (err error) {
 		Recipe:     recipeOf(p.ingester),
 		StartupMax: s.opts.StartupMax,
 		Guard:      s.guard,
+		Webhooks:   p.webhooks,
 		Log:        s.log,
 	})
 	s.closers = append(s.closers, p.bundle.Close)
@@ -270,6 +293,7 @@ func (s *Server) openServices(p *parts) (err error) {
 		Uploads:    filepath.Join(s.opts.Root, "uploads"),
 		OnManifest: p.queue.add,
 		Guard:      s.guard,
+		Webhooks:   p.webhooks,
 		Log:        s.log,
 	})
 	if err != nil {
