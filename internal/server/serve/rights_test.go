@@ -56,13 +56,19 @@ func startTokenService(t *testing.T) *tokenService {
 		t.Fatal(err)
 	}
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
-		user, password, _ := req.BasicAuth()
+		user, password, ok := req.BasicAuth()
+		if err := req.ParseForm(); err != nil {
+			t.Error(err)
+		}
+		if !ok { // as OAuth has it, the accelerator's own way
+			user, password = req.Form.Get("username"), req.Form.Get("password")
+		}
 		if user != "" && password != "password of "+user {
 			w.WriteHeader(http.StatusUnauthorized)
 			return
 		}
 		access := []map[string]any{}
-		for _, scope := range req.URL.Query()["scope"] {
+		for _, scope := range strings.Fields(strings.Join(req.Form["scope"], " ")) {
 			kind, rest, _ := strings.Cut(scope, ":")
 			name, actions, _ := strings.Cut(rest, ":")
 			s.mu.Lock()
@@ -77,7 +83,7 @@ func startTokenService(t *testing.T) *tokenService {
 		if err != nil {
 			t.Error(err)
 		}
-		_ = json.NewEncoder(w).Encode(map[string]any{"token": token, "expires_in": 3600})
+		_ = json.NewEncoder(w).Encode(map[string]any{"token": token, "access_token": token, "expires_in": 3600})
 	}))
 	t.Cleanup(server.Close)
 	s.URL = server.URL
