@@ -33,6 +33,18 @@ func startRegistry(t *testing.T, program, addr, dir, hook string) (stop func()) 
 `, hook))
 }
 
+// freeAddress is one that nobody listens on.
+func freeAddress(t *testing.T) string {
+	t.Helper()
+	var l net.ListenConfig
+	free, err := l.Listen(t.Context(), "tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer free.Close()
+	return free.Addr().String()
+}
+
 // startRegistryWith runs one with more lines of configuration.
 func startRegistryWith(t *testing.T, program, addr, dir, more string) (stop func()) {
 	t.Helper()
@@ -90,13 +102,7 @@ func TestRealUpstreams(t *testing.T) {
 				t.Skip("FOIL_TEST_REGISTRY does not name a registry program, as that of tools/registry")
 			}
 			needProgram(t, program)
-			var l net.ListenConfig
-			free, err := l.Listen(t.Context(), "tcp", "127.0.0.1:0")
-			if err != nil {
-				t.Fatal(err)
-			}
-			addr := free.Addr().String()
-			free.Close()
+			addr := freeAddress(t)
 			dir, log := t.TempDir(), new(logtest.Buffer)
 			s := start(t, serve.Options{
 				Upstream: upstream.Options{URL: "http://" + addr},

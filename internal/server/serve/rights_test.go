@@ -7,7 +7,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
-	"net"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -205,13 +204,7 @@ func behind(t *testing.T, auth string) (base string, kept, fresh *serve.Server) 
 		t.Skip("FOIL_TEST_REGISTRY does not name a registry program, as that of tools/registry")
 	}
 	needProgram(t, program)
-	var l net.ListenConfig
-	free, err := l.Listen(t.Context(), "tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	addr := free.Addr().String()
-	free.Close()
+	addr := freeAddress(t)
 	dir := t.TempDir()
 	startRegistryWith(t, program, addr, dir, auth)
 	own := filepath.Join(dir, "own")
