@@ -16,13 +16,13 @@ import (
 func newServerCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "server",
-		Short: "Explain the rules of a registry, show its quotas, back it up, mend its catalog",
+		Short: "Explain the rules of a registry, show its quotas, back it up, mend its catalog, look at its webhooks",
 		Long: `For administrators of foil serve. These commands ask no server: they work on the files
 that the server reads.`,
 	}
 	cmd.AddCommand(newServerAccessCommand(), newServerQuotaCommand(), newServerRetentionCommand(),
 		newServerRebuildCommand(), newServerBackupCommand(), newServerRestoreCommand(),
-		newServerScrubCommand(), newServerUsageCommand(), newServerImportCommand())
+		newServerScrubCommand(), newServerUsageCommand(), newServerImportCommand(), newServerWebhooksCommand())
 	onlySubcommands(cmd)
 	return cmd
 }

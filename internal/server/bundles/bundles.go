@@ -52,6 +52,7 @@ import (
 	"hydrofoil.dev/foil/internal/server/startup"
 	"hydrofoil.dev/foil/internal/server/tcp"
 	"hydrofoil.dev/foil/internal/server/turns"
+	"hydrofoil.dev/foil/internal/server/webhooks"
 )
 
 // Options are what a Handler works with.
@@ -69,6 +70,8 @@ type Options struct {
 	Recipe func(ctx context.Context, m *Resolved, layer int) (catalog.Layer, error)
 	// Guard says who may do what; nil: everybody may everything.
 	Guard *guard.Guard
+	// Webhooks is told of pulls; nil: nobody is.
+	Webhooks *webhooks.Sender
 	// StartupMax is how large a startup set may be.
 	StartupMax startup.Limit
 	// Memory bounds the indices, orders and frames kept in memory; 0 means 256 MiB.
@@ -269,7 +272,7 @@ func (h *Handler) promote(w http.ResponseWriter, r *http.Request) {
 // stream finds one that whoever asks has begun, and may still pull.
 func (h *Handler) stream(ctx context.Context, id string) *queue {
 	q, of := h.streams.find(id)
-	if q == nil || of.subject != guard.Subject(ctx) || !h.o.Guard.May(ctx, access.Pull, of.repository) {
+	if q == nil || of.subject != guard.Subject(ctx) || !h.o.Guard.May(ctx, access.Pull, of.repository, of.reference) {
 		return nil
 	}
 	return q
@@ -307,6 +310,12 @@ func (h *Handler) pull(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 
+	pulled := webhooks.Data{Repository: image.Repository, Digest: image.Manifest.Digest.String(), MediaType: image.Manifest.MediaType,
+		Size: int64(len(image.Manifest.Bytes)), Subject: guard.Subject(ctx)}
+	if digest.Digest(image.Reference).Validate() != nil {
+		pulled.Tags = []string{image.Reference}
+	}
+	h.o.Webhooks.Pulled(pulled)
 	w.Header().Set("Content-Type", bundle.MediaTypeBundle)
 	w.WriteHeader(http.StatusOK)
 	slow := tcp.NewPatient(w, h.o.Patience)
@@ -314,7 +323,7 @@ func (h *Handler) pull(w http.ResponseWriter, r *http.Request) {
 	out := bundle.NewWriter(slow)
 	s := &pull{h: h, req: req, image: image, about: ref(image.Repository, image.Reference), w: out, queue: &queue{}, charge: charge, client: client(r), conn: r.RemoteAddr}
 	s.flush = func() error { return errors.Join(out.Flush(), slow.Flush()) }
-	id := h.streams.add(s.queue, owner{guard.Subject(ctx), image.Repository})
+	id := h.streams.add(s.queue, owner{guard.Subject(ctx), image.Repository, image.Manifest.Digest.String()})
 	defer h.streams.remove(id)
 	if err := s.run(ctx, id); err != nil {
 		var gone writeFailed

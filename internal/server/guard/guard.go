@@ -32,7 +32,8 @@
 // /v2/ and the catalog are 401 without credentials, since clients look there for how to log in; a token of
 // anonymous counts as some.
 //
-// A nil *Guard is of a server that is open: everybody may do everything.
+// A nil *Guard is of a server that is open: everybody may do everything. One that Relay returns has neither
+// file nor rules: a Judge decides.
 package guard
 
 import (
@@ -75,8 +76,10 @@ type Options struct {
 // Guard says who may do what.
 type Guard struct {
 	log       *slog.Logger
-	audit     *slog.Logger // nil: there is none
-	file      *reread.File[*policy]
+	audit     *slog.Logger          // nil: there is none
+	file      *reread.File[*policy] // nil: there is a judge
+	fixed     *policy               // beside a judge
+	judge     Judge                 // nil: rules decide
 	decisions *prometheus.CounterVec
 	logins    *prometheus.CounterVec
 	limited   *prometheus.CounterVec
@@ -140,28 +143,10 @@ func ParseRules(b []byte) (*access.Rules, error) {
 
 // Open reads the configuration.
 func Open(o Options) (*Guard, error) {
-	if o.Log == nil {
-		o.Log = slog.Default()
-	}
-	state, err := login.Open(o.Keys, o.Log)
+	g := newGuard(o.Audit, o.Log)
+	state, err := login.Open(o.Keys, g.log)
 	if err != nil {
 		return nil, err
-	}
-	g := &Guard{
-		log: o.Log,
-		decisions: metrics.Counters(prometheus.CounterOpts{Name: "foil_serve_access_total",
-			Help: "Decisions about rights, by the right that was asked for."}, []string{"right", "result"}, decisionLabels()...),
-		logins: metrics.Counters(prometheus.CounterOpts{Name: "foil_serve_logins_total",
-			Help: "Requests by how their sender is known; failed: the credentials do not count; slowed: after too many failures, or logins at once."}, []string{"way", "result"}, loginLabels()...),
-		limited: metrics.Counters(prometheus.CounterOpts{Name: "foil_serve_limited_total",
-			Help: "Requests that were refused because of a limit of the file of access: one of [limits], a quota, or an immutable tag."}, []string{"limit"}, metrics.Each(limits...)...),
-		untagged: prometheus.NewCounter(prometheus.CounterOpts{Name: "foil_serve_untagged_total",
-			Help: "Tags that rules of retention did not keep."}),
-		delayed: prometheus.NewCounter(prometheus.CounterOpts{Name: "foil_serve_delayed_seconds_total",
-			Help: "How long bodies of requests and answers were held up to keep to [limits] bytes."}),
-	}
-	if o.Audit != nil {
-		g.audit = slog.New(slog.NewJSONHandler(o.Audit, nil))
 	}
 	g.file = &reread.File[*policy]{
 		Path: o.File,
@@ -192,6 +177,30 @@ func Open(o Options) (*Guard, error) {
 		return nil, fmt.Errorf("rules of access: %w", err)
 	}
 	return g, nil
+}
+
+// newGuard returns a Guard that knows nothing yet.
+func newGuard(audit io.Writer, log *slog.Logger) *Guard {
+	if log == nil {
+		log = slog.Default()
+	}
+	g := &Guard{
+		log: log,
+		decisions: metrics.Counters(prometheus.CounterOpts{Name: "foil_serve_access_total",
+			Help: "Decisions about rights, by the right that was asked for."}, []string{"right", "result"}, decisionLabels()...),
+		logins: metrics.Counters(prometheus.CounterOpts{Name: "foil_serve_logins_total",
+			Help: "Requests by how their sender is known; failed: the credentials do not count; slowed: after too many failures, or logins at once."}, []string{"way", "result"}, loginLabels()...),
+		limited: metrics.Counters(prometheus.CounterOpts{Name: "foil_serve_limited_total",
+			Help: "Requests that were refused because of a limit of the file of access: one of [limits], a quota, or an immutable tag."}, []string{"limit"}, metrics.Each(limits...)...),
+		untagged: prometheus.NewCounter(prometheus.CounterOpts{Name: "foil_serve_untagged_total",
+			Help: "Tags that rules of retention did not keep."}),
+		delayed: prometheus.NewCounter(prometheus.CounterOpts{Name: "foil_serve_delayed_seconds_total",
+			Help: "How long bodies of requests and answers were held up to keep to [limits] bytes."}),
+	}
+	if audit != nil {
+		g.audit = slog.New(slog.NewJSONHandler(audit, nil))
+	}
+	return g
 }
 
 func decisionLabels() (all [][]string) {
@@ -236,6 +245,9 @@ func (g *Guard) Audit(what string, about ...any) {
 
 // now is the policy that counts.
 func (g *Guard) now() *policy {
+	if g.fixed != nil {
+		return g.fixed
+	}
 	p, _ := g.file.Get() // it was read once, and stays
 	return p
 }
@@ -248,6 +260,9 @@ type caller struct {
 	request *http.Request
 	began   time.Time
 	policy  *policy // of when it began
+
+	relayed       bool   // a judge decides
+	authorization string // then: what the request shows
 }
 
 // now is the policy that counts for what a caller wants. Of a request that has just begun it is the one that it was let in by;
@@ -266,9 +281,10 @@ func from(ctx context.Context) *caller {
 	return c
 }
 
-// Subject names who sends a request; empty where the server is open.
+// Subject names who sends a request; empty where the server is open, or a judge decides: there whoever knows
+// the name of a stream, which nobody can guess, and may pull its repository, is who began it. Tokens change meanwhile.
 func Subject(ctx context.Context) string {
-	if c := from(ctx); c != nil {
+	if c := from(ctx); c != nil && !c.relayed {
 		return c.Name
 	}
 	return ""
@@ -292,7 +308,11 @@ func (g *Guard) Wrap(next http.Handler, open func(*http.Request) bool) http.Hand
 	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		p := g.now()
 		c := &caller{address: p.address(req), request: req, began: time.Now(), policy: p}
-		if open(req) {
+		if g.judge != nil {
+			if !g.relay(w, req, c, open(req)) {
+				return
+			}
+		} else if open(req) {
 			c.Name, c.Way = access.Anonymous, login.WayNone
 		} else {
 			id, err := p.logins.Identify(req, c.address)
@@ -432,6 +452,13 @@ func (g *Guard) Check(ctx context.Context, right access.Right, repository string
 	if c == nil {
 		return errUnguarded
 	}
+	if g.judge != nil {
+		err := g.judged(ctx, c, right, repository, about)
+		if _, denied := errors.AsType[*Denied](err); denied || err == nil {
+			g.decided(c, right, repository, about, err == nil, nil)
+		}
+		return err
+	}
 	p := c.now(g)
 	allowed, rule := p.rules.Decide(c.Subject, right, repository)
 	within := c.Within(right, repository)
@@ -456,6 +483,9 @@ func (g *Guard) Known(ctx context.Context, scope string) error {
 	if c == nil {
 		return errUnguarded
 	}
+	if g.judge != nil {
+		return g.judged(ctx, c, access.Pull, "", nil)
+	}
 	p := c.now(g)
 	if c.Shown || !p.logins.Any() {
 		return nil
@@ -464,13 +494,16 @@ func (g *Guard) Known(ctx context.Context, scope string) error {
 }
 
 // May is Check for one of many, as the names in a list: it is in no log.
-func (g *Guard) May(ctx context.Context, right access.Right, repository string) bool {
+func (g *Guard) May(ctx context.Context, right access.Right, repository string, about ...string) bool {
 	if g == nil {
 		return true
 	}
 	c := from(ctx)
 	if c == nil {
 		return false
+	}
+	if g.judge != nil {
+		return g.judged(ctx, c, right, repository, about) == nil
 	}
 	allowed, _ := g.now().allows(c, right, repository)
 	return allowed

@@ -220,7 +220,7 @@ func ClientOf(ctx context.Context) Client {
 
 // clientOf is who a request counts for. Nobody has proven anything on paths that ask nobody.
 func clientOf(c *caller, open bool) Client {
-	if open {
+	if open || c.relayed {
 		return Client{access.Anonymous, login.Network(c.address)}
 	}
 	return Client{c.Name, login.Network(c.address)}

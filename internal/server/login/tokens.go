@@ -88,7 +88,7 @@ func (l *Logins) ownNamed(raw string, name [sha256.Size]byte, use string) (*Iden
 		}
 		return nil, &Error{Way: WayToken, Message: message, Reason: err}
 	}
-	return &Identity{Subject: access.Subject{Name: c.Subject, Groups: c.Groups}, Way: WayToken, Shown: true, password: c.Line}, nil
+	return &Identity{Subject: access.Subject{Name: c.Subject, Groups: c.Groups}, Way: WayToken, Shown: true, password: c.Line, expires: c.Expiry.Time()}, nil
 }
 
 // verify verifies a token. One that was right before is not computed again: signature and claims do not change,

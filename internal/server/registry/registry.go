@@ -34,6 +34,7 @@ import (
 	"hydrofoil.dev/foil/internal/server/catalog"
 	"hydrofoil.dev/foil/internal/server/guard"
 	"hydrofoil.dev/foil/internal/server/objects"
+	"hydrofoil.dev/foil/internal/server/webhooks"
 )
 
 // Options configure a Registry.
@@ -54,6 +55,8 @@ type Options struct {
 	OnManifest func(ctx context.Context, repo string, m catalog.Manifest)
 	// Heal makes the object of a blob again that is lost or cut; nil: nobody can.
 	Heal func(ctx context.Context, d digest.Digest) error
+	// Webhooks is told of manifests that are pushed, pulled and deleted; nil: nobody is.
+	Webhooks *webhooks.Sender
 	// MaxManifest is the limit of a manifest's size in bytes; 0 means 4 MiB,
 	// the least that clients may count on.
 	MaxManifest int64

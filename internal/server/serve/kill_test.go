@@ -30,11 +30,15 @@ const childRoot = "FOIL_TEST_SERVE_ROOT"
 // childUpstream makes it the accelerator of that upstream.
 const childUpstream = "FOIL_TEST_SERVE_UPSTREAM"
 
+// childWebhooks is the file of its webhooks.
+const childWebhooks = "FOIL_TEST_SERVE_WEBHOOKS"
+
 func TestMain(m *testing.M) {
 	if root := os.Getenv(childRoot); root != "" {
 		s, err := serve.Start(context.Background(), serve.Options{
 			Root: root, Listen: "127.0.0.1:0",
 			Upstream: upstream.Options{URL: os.Getenv(childUpstream)},
+			Webhooks: os.Getenv(childWebhooks),
 		})
 		if err != nil {
 			fmt.Fprintln(os.Stderr, err)

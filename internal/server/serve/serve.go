@@ -8,6 +8,7 @@
 //	catalog/  the SQLite catalog
 //	objects/  blobs, packs, what ingest makes, and the journal (package objects, Dir)
 //	uploads/  uploads under way (package registry)
+//	webhooks.db  events that wait for their receivers (package webhooks)
 //	upstream  of an accelerator: the URL of its upstream
 //	scrub.json  how far a scrub is, and what the last one found (package scrub)
 //	damaged/  blobs that a scrub found damaged, and could not mend
@@ -53,6 +54,7 @@ import (
 	"hydrofoil.dev/foil/internal/server/startup"
 	"hydrofoil.dev/foil/internal/server/tcp"
 	"hydrofoil.dev/foil/internal/server/upstream"
+	"hydrofoil.dev/foil/internal/server/webhooks"
 )
 
 // Options configure a Server.
@@ -65,6 +67,8 @@ type Options struct {
 	// Access is the file that says who may do what (package guard). Without one everybody who reaches the
 	// server may do everything.
 	Access string
+	// Webhooks is the file that says who is told of pushes, pulls and deletions (package webhooks); empty: nobody.
+	Webhooks string
 	// InsecureOpen lets the server listen for other machines without TLS, or without Access.
 	InsecureOpen bool
 	// Audit takes a line of JSON for each decision about access; nil: none are written.
@@ -82,7 +86,7 @@ type Options struct {
 	// ScrubRate has the server read what rests, over and over, at so many bytes a second, and mend it (package scrub); 0: it does not.
 	ScrubRate scrub.Rate
 	// Upstream makes the server an accelerator, if it has a URL. What is to be
-	// set besides: Auth, CA, TagTTL, TagTimeout.
+	// set besides: Auth, CA, TagTTL, TagTimeout, ClientCredentials, RightsTTL.
 	Upstream upstream.Options
 	// IdleBody is how long the body of a request may bring nothing; 0 means a minute.
 	IdleBody time.Duration
@@ -186,6 +190,7 @@ type parts struct {
 	bundle   *bundles.Handler
 	queue    *queue
 	registry *registry.Registry
+	webhooks *webhooks.Sender // nil: nobody is told
 }
 
 // open is the paths that ask nobody who they are.
@@ -203,6 +208,9 @@ func (s *Server) open(ctx context.Context) error {
 	if err := s.openStores(ctx, &p); err != nil {
 		return err
 	}
+	if err := s.openWebhooks(ctx, &p); err != nil {
+		return err
+	}
 	if err := s.openServices(&p); err != nil {
 		return err
 	}
@@ -211,6 +219,7 @@ func (s *Server) open(ctx context.Context) error {
 	}
 	requests, scrubbed := newRequestMetrics(), scrub.NewMetrics()
 	s.metrics = append(append(requests.all(), s.guard.Metrics()...), p.ingester.Metrics, p.blobs.Metrics, p.bundle.Metrics(), p.queue.metrics(), scrubbed)
+	s.metrics = append(s.metrics, p.webhooks.Metrics()...)
 	if s.opts.ScrubRate > 0 {
 		s.closers = append(s.closers, s.scrubber(&p, scrubbed))
 	}
@@ -261,7 +270,25 @@ func (s *Server) openStores(ctx context.Context, p *parts) error {
 		return err
 	}
 	s.closers = append(s.closers, p.front.Close)
+	if o.ClientCredentials {
+		if s.guard, err = guard.Relay(guard.RelayOptions{Judge: p.front, Audit: s.opts.Audit, Log: s.log}); err != nil {
+			return err
+		}
+	}
 	p.store, p.catalog = p.front.Store(), p.front.Catalog()
+	return nil
+}
+
+// openWebhooks makes what tells others of what happens.
+func (s *Server) openWebhooks(ctx context.Context, p *parts) (err error) {
+	if s.opts.Webhooks == "" {
+		return nil
+	}
+	p.webhooks, err = webhooks.Open(ctx, webhooks.Options{File: s.opts.Webhooks, Queue: rootdir.Webhooks(s.opts.Root), Log: s.log})
+	if err != nil {
+		return fmt.Errorf("webhooks: %w", err)
+	}
+	s.closers = append(s.closers, p.webhooks.Close)
 	return nil
 }
 
@@ -281,6 +308,7 @@ func (s *Server) openServices(p *parts) (err error) {
 		StartupMax: s.opts.StartupMax,
 		Patience:   s.opts.IdleAnswer,
 		Guard:      s.guard,
+		Webhooks:   p.webhooks,
 		Log:        s.log,
 	})
 	s.closers = append(s.closers, p.bundle.Close)
@@ -298,6 +326,7 @@ func (s *Server) openServices(p *parts) (err error) {
 		OnManifest: p.queue.add,
 		Heal:       p.blobs.Heal,
 		Guard:      s.guard,
+		Webhooks:   p.webhooks,
 		Log:        s.log,
 	})
 	if err != nil {
@@ -322,7 +351,9 @@ func (s *Server) route(p *parts) http.Handler {
 		mux.Handle(e.Method+" "+e.Path, p.bundle)
 	}
 	if s.guard != nil {
-		mux.HandleFunc(login.TokenPath, s.guard.Token)
+		if !s.guard.Relays() { // else the upstream names its own
+			mux.HandleFunc(login.TokenPath, s.guard.Token)
+		}
 		mux.HandleFunc("GET "+MetricsPath, s.serveMetrics)
 	}
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, req *http.Request) {
