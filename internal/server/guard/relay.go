@@ -10,6 +10,7 @@ import (
 	"strings"
 
 	"hydrofoil.dev/foil/internal/server/access"
+	"hydrofoil.dev/foil/internal/server/holdings"
 	"hydrofoil.dev/foil/internal/server/login"
 )
 
@@ -49,8 +50,12 @@ func Relay(o RelayOptions) (*Guard, error) {
 	if err != nil {
 		return nil, err
 	}
+	kept, err := holdings.New(holdings.Settings{})
+	if err != nil {
+		return nil, err
+	}
 	g := newGuard(o.Audit, o.Log)
-	g.judge, g.fixed = o.Judge, &policy{rules: rules, logins: new(login.Logins), quotas: quotas}
+	g.judge, g.fixed = o.Judge, &policy{rules: rules, logins: new(login.Logins), quotas: quotas, holdings: kept}
 	return g, nil
 }
 
