@@ -32,10 +32,29 @@ export FOIL_TEST_KUBELET ?= $(CACHE)/kubernetes
 export FOIL_TEST_CONFORMANCE ?= $(CACHE)/bin/conformance
 export FOIL_TEST_REGISTRY ?= $(CACHE)/bin/registry
 
-.PHONY: build bin/bench test test-kubernetes lint vet unit race demo bench bench-server bench-go fuzz deps tidy clean
+# What logs in at the server in tests, besides what distributions have.
+export FOIL_TEST_CLIENTS ?= $(CACHE)/clients
 
-build:
+.PHONY: build encoders bin/bench test test-kubernetes test-clients lint vet unit race demo bench bench-server bench-go fuzz deps tidy clean
+
+build: encoders
 	CGO_ENABLED=0 $(GO) build -trimpath -buildvcs=false -ldflags '$(LDFLAGS)' -o bin/foil ./cmd/foil
+
+# Programs that foil has in it, each one library in one version (package encoder). The bytes that they make are a
+# promise, so that the toolchain is pinned as well.
+PROGRAMS := internal/format/encoder/programs/bin
+ENCODER   = CGO_ENABLED=0 GOTOOLCHAIN=go1.26.8 $(GO) build -trimpath -buildvcs=false -ldflags '-s -w'
+PACK      = gzip -9nc $(CACHE)/$(@F:.gz=) > $(CURDIR)/$(PROGRAMS)
+encoders: $(PROGRAMS)/klauspost1.20.gz $(PROGRAMS)/klauspost1.18.gz $(PROGRAMS)/zlib1.2.11.gz
+
+$(PROGRAMS)/klauspost1.20.gz: encoders/klauspost/main.go encoders/klauspost/go.mod encoders/klauspost/go.sum encoders/stream/stream.go
+	cd encoders/klauspost && $(ENCODER) -o $(CACHE)/$(@F:.gz=) . && $(PACK)/$(@F)
+
+$(PROGRAMS)/klauspost1.18.gz: encoders/klauspost/main.go encoders/klauspost/klauspost1.18.mod encoders/klauspost/klauspost1.18.sum encoders/stream/stream.go
+	cd encoders/klauspost && $(ENCODER) -modfile=klauspost1.18.mod -o $(CACHE)/$(@F:.gz=) . && $(PACK)/$(@F)
+
+$(PROGRAMS)/zlib1.2.11.gz: encoders/zlib/main.go encoders/zlib/go.mod encoders/zlib/go.sum encoders/stream/stream.go
+	cd encoders/zlib && $(ENCODER) -o $(CACHE)/$(@F:.gz=) . && $(PACK)/$(@F)
 
 # Measures, and makes images to try foil with: bin/bench images --help.
 bin/bench:
@@ -48,7 +67,7 @@ deps:
 test: deps vet lint race unit
 
 vet:
-	@bad=$$(gofmt -l cmd deploy internal bench tools); test -z "$$bad" || { echo "not formatted (run gofmt -w):"; echo "$$bad"; exit 1; }
+	@bad=$$(gofmt -l cmd deploy encoders internal bench tools); test -z "$$bad" || { echo "not formatted (run gofmt -w):"; echo "$$bad"; exit 1; }
 	$(GO) vet ./...
 	cd bench && $(GO) vet ./...
 
@@ -87,13 +106,27 @@ $(CACHE)/bin/conformance: tools/conformance/go.mod tools/conformance/go.sum
 $(CACHE)/bin/registry: tools/registry/main.go tools/registry/go.mod tools/registry/go.sum
 	cd tools/registry && CGO_ENABLED=0 $(GO) build -trimpath -ldflags '-s -w' -o $@ .
 
-unit: $(CACHE)/containerd1/containerd $(CACHE)/containerd2/containerd $(CACHE)/runc/runc $(CACHE)/kubernetes/kubelet $(CACHE)/bin/conformance $(CACHE)/bin/registry
+CLIENTS := crane=github.com/google/go-containerregistry/cmd/crane oras=oras.land/oras/cmd/oras cosign=github.com/sigstore/cosign/v3/cmd/cosign
+
+$(CACHE)/clients/dex: tools/dex/main.go tools/dex/go.mod tools/dex/go.sum
+	cd tools/dex && CGO_ENABLED=0 $(GO) build -trimpath -ldflags '-s -w' -o $@ .
+
+$(CACHE)/clients/%: tools/clients/go.mod tools/clients/go.sum
+	cd tools/clients && CGO_ENABLED=0 $(GO) build -trimpath -ldflags '-s -w' -o $@ $(patsubst $*=%,%,$(filter $*=%,$(CLIENTS)))
+
+unit: encoders $(CACHE)/containerd1/containerd $(CACHE)/containerd2/containerd $(CACHE)/runc/runc $(CACHE)/kubernetes/kubelet $(CACHE)/bin/conformance $(CACHE)/bin/registry
 	cd bench && $(GO) run ./cmd/gotest -C .. $(TESTFLAGS) -- . bench
 
 # A whole Kubernetes, whose programs take some minutes more to build: pods by Deployments, limits, the
 # manifests of deploy/kubernetes. `make test` has the kubelet alone.
 test-kubernetes: deps $(addprefix $(CACHE)/kubernetes/,kubelet etcd kube-apiserver kube-scheduler kube-controller-manager) $(CACHE)/containerd2/containerd $(CACHE)/runc/runc
 	$(GO) test $(TESTFLAGS) -v -run 'Kubelet|Kubernetes|Install' ./internal/e2e
+
+# Others' programs log in at the server by each way that they know, and dex is a provider of OpenID Connect. cosign
+# and dex take minutes to build; `make test` has skopeo and ctr alone.
+test-clients: deps $(addprefix $(CACHE)/clients/,crane oras cosign dex) $(CACHE)/bin/conformance
+	@scripts/deps clients
+	$(GO) test $(TESTFLAGS) -v ./internal/e2e/clients
 
 demo: build
 	@scripts/deps demo

@@ -177,7 +177,7 @@ func (w *containerdWorker) Start(ctx context.Context) (err error) {
 func (w *containerdWorker) configureCRI(config *strings.Builder) {
 	fmt.Fprintf(config, "[plugins.\"io.containerd.cri.v1.images\"]\nsnapshotter = %q\ndisable_snapshot_annotations = false\n", w.snapshotter)
 	fmt.Fprintf(config, "[plugins.\"io.containerd.cri.v1.images\".registry]\nconfig_path = %q\n", w.hosts)
-	fmt.Fprintf(config, "[plugins.\"io.containerd.cri.v1.images\".pinned_images]\nsandbox = %q\n", pauseRef)
+	fmt.Fprintf(config, "[plugins.\"io.containerd.cri.v1.images\".pinned_images]\nsandbox = %q\n", PauseRef)
 	// A benchmark may run where it must not make itself harder to kill.
 	config.WriteString("[plugins.\"io.containerd.cri.v1.runtime\"]\nrestrict_oom_score_adj = true\n")
 }

@@ -92,7 +92,7 @@ func (w *criWorker) Start(ctx context.Context) (err error) {
 		return err
 	}
 	archive := filepath.Join(w.dir, "pause.tar")
-	if err := pauseCode.write(pauseRef, archive); err != nil {
+	if err := pauseCode.write(PauseRef, archive); err != nil {
 		return err
 	}
 	// Into containerd's own snapshotter: it is none of the images measured.
@@ -105,7 +105,7 @@ func (w *criWorker) Start(ctx context.Context) (err error) {
 	w.images, w.runtime = cri.NewImageServiceClient(w.conn), cri.NewRuntimeServiceClient(w.conn)
 	err = started(ctx, w.daemon, "containerd's CRI", func(ctx context.Context) bool {
 		_, err := w.runtime.Version(ctx, &cri.VersionRequest{})
-		_, imageErr := w.images.ImageStatus(ctx, &cri.ImageStatusRequest{Image: &cri.ImageSpec{Image: pauseRef}})
+		_, imageErr := w.images.ImageStatus(ctx, &cri.ImageStatusRequest{Image: &cri.ImageSpec{Image: PauseRef}})
 		return err == nil && imageErr == nil
 	})
 	if err != nil {
@@ -375,19 +375,25 @@ func (w *criWorker) Check(ctx context.Context, im Image, complete bool) error {
 	return err
 }
 
+// removeSandbox removes a sandbox and its containers.
+func (w *criWorker) removeSandbox(id string) error {
+	ctx, cancel := context.WithTimeoutCause(context.Background(), 15*time.Second, site.ErrTooLong)
+	defer cancel()
+	_, err := w.runtime.StopPodSandbox(ctx, &cri.StopPodSandboxRequest{PodSandboxId: id})
+	if err == nil {
+		_, err = w.runtime.RemovePodSandbox(ctx, &cri.RemovePodSandboxRequest{PodSandboxId: id})
+	}
+	if err != nil {
+		return fmt.Errorf("bench: remove the sandbox: %w", err)
+	}
+	return nil
+}
+
 // Stop removes the sandbox and ends what was started.
 func (w *criWorker) Stop() error {
 	var errs []error
 	if w.sandbox != "" {
-		ctx, cancel := context.WithTimeoutCause(context.Background(), 15*time.Second, site.ErrTooLong)
-		defer cancel()
-		_, err := w.runtime.StopPodSandbox(ctx, &cri.StopPodSandboxRequest{PodSandboxId: w.sandbox})
-		if err == nil {
-			_, err = w.runtime.RemovePodSandbox(ctx, &cri.RemovePodSandboxRequest{PodSandboxId: w.sandbox})
-		}
-		if err != nil {
-			errs = append(errs, fmt.Errorf("bench: remove the sandbox: %w", err))
-		}
+		errs = append(errs, w.removeSandbox(w.sandbox))
 		w.sandbox = ""
 	}
 	if w.conn != nil {

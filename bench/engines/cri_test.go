@@ -97,7 +97,7 @@ func TestExitProgram(t *testing.T) {
 
 // The image is whole: each descriptor names what is in the archive.
 func TestPauseArchive(t *testing.T) {
-	b, err := pauseCode.image(pauseRef)
+	b, err := pauseCode.image(PauseRef)
 	if err != nil {
 		t.Skip(err)
 	}

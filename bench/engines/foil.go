@@ -191,15 +191,7 @@ func (w *foilWorker) Unlearn(ctx context.Context, im Image) error {
 	if !w.untraced {
 		return nil
 	}
-	im = w.own(im)
-	if _, err := ask(ctx, w.site, http.MethodDelete, startupPath(im)); err != nil {
-		return err
-	}
-	report, err := w.sets(ctx, im)
-	if err == nil && len(report.Services) > 0 {
-		err = fmt.Errorf("bench: the server knows %d services of %s after it was told to forget them", len(report.Services), im.Ref)
-	}
-	return err
+	return Forget(ctx, w.site, w.own(im))
 }
 
 // built waits until the server has a set that is younger than after; it builds sets in the

@@ -21,9 +21,9 @@ import (
 	"hydrofoil.dev/foil/bench/site"
 )
 
-// pauseRef names the image of a pod's own process, which only waits. It is made
+// PauseRef names the image of a pod's own process, which only waits. It is made
 // here and imported: no registry has it, and no run counts it.
-const pauseRef = "bench.invalid/pause:1"
+const PauseRef = "bench.invalid/pause:1"
 
 // smallRef names an image that ends at once. It is pushed to the registry, for
 // workers that are used before they are measured.

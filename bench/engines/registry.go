@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -12,11 +13,13 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"syscall"
 	"time"
 
 	digest "github.com/opencontainers/go-digest"
 	v1 "github.com/opencontainers/image-spec/specs-go/v1"
 
+	"hydrofoil.dev/foil/bench/images"
 	"hydrofoil.dev/foil/bench/link"
 	"hydrofoil.dev/foil/bench/site"
 )
@@ -39,8 +42,50 @@ func Serve(ctx context.Context, s *site.Site, foil, root string, prefix ...strin
 			return false
 		}
 		response.Body.Close()
-		return response.StatusCode == http.StatusOK
+		// With logins it answers, and lets nobody in.
+		return response.StatusCode == http.StatusOK || response.StatusCode == http.StatusUnauthorized
 	})
+}
+
+// At calls fn with a site in dir that has a link, and a registry that keeps everything below root.
+func At(ctx context.Context, dir string, o link.Options, p Programs, root string, fn func(*site.Site) error) (err error) {
+	l, err := link.New(context.WithoutCancel(ctx), o)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, l.Close()) }()
+	s := &site.Site{Dir: dir, Link: l}
+	server, err := Serve(ctx, s, p.Serves(), root)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, server.Stop(syscall.SIGTERM)) }()
+	return fn(s)
+}
+
+// Services builds declared images, NAME:TAG, unless they are in the cache, all of which must be ready by what they answer
+// over a network.
+func Services(ctx context.Context, cache string, names []string, log func(string)) (all []Image, err error) {
+	catalogue, err := images.Declared()
+	if err != nil {
+		return nil, err
+	}
+	builder := images.Builder{Cache: filepath.Join(cache, "images"), Log: log}
+	for _, name := range names {
+		built, err := builder.Build(ctx, catalogue, name)
+		if err != nil {
+			return nil, err
+		}
+		ready, err := site.ParseReadiness(built.Probe, strings.HasPrefix(name, "redis:"))
+		if err != nil {
+			return nil, err
+		}
+		if !ready.Network() {
+			return nil, fmt.Errorf("bench: %s is ready by %s: only services that answer over a network are started here", name, built.Probe)
+		}
+		all = append(all, Image{Name: name, Ref: RegistryAddr + "/" + name, Built: built, Ready: ready, Command: built.Args})
+	}
+	return all, nil
 }
 
 // cloudClient is a client in the cloud.

@@ -20,12 +20,10 @@ import (
 	"slices"
 	"strings"
 	"sync"
-	"syscall"
 	"text/tabwriter"
 	"time"
 
 	"hydrofoil.dev/foil/bench/engines"
-	"hydrofoil.dev/foil/bench/images"
 	"hydrofoil.dev/foil/bench/link"
 	"hydrofoil.dev/foil/bench/site"
 	"hydrofoil.dev/foil/bench/stats"
@@ -91,7 +89,7 @@ func Run(ctx context.Context, o Options) (err error) {
 			return fmt.Errorf("bench: %w", err)
 		}
 	}
-	ims, err := build(ctx, o)
+	ims, err := engines.Services(ctx, o.Cache, o.Images, o.Log)
 	if err != nil {
 		return err
 	}
@@ -125,29 +123,6 @@ func Run(ctx context.Context, o Options) (err error) {
 	return result.Write(o.Out)
 }
 
-func build(ctx context.Context, o Options) (all []engines.Image, err error) {
-	catalogue, err := images.Declared()
-	if err != nil {
-		return nil, err
-	}
-	builder := images.Builder{Cache: filepath.Join(o.Cache, "images"), Log: o.Log}
-	for _, name := range o.Images {
-		built, err := builder.Build(ctx, catalogue, name)
-		if err != nil {
-			return nil, err
-		}
-		ready, err := site.ParseReadiness(built.Probe, strings.HasPrefix(name, "redis:"))
-		if err != nil {
-			return nil, err
-		}
-		if !ready.Network() {
-			return nil, fmt.Errorf("bench: %s is ready by %s: only services that answer over a network are started here", name, built.Probe)
-		}
-		all = append(all, engines.Image{Name: name, Ref: engines.RegistryAddr + "/" + name, Built: built, Ready: ready, Command: built.Args})
-	}
-	return all, nil
-}
-
 type measurer struct {
 	Options
 	images []engines.Image
@@ -156,19 +131,8 @@ type measurer struct {
 }
 
 // at calls fn with a site that has the server.
-func (m *measurer) at(ctx context.Context, o link.Options, root string, fn func(*site.Site) error) (err error) {
-	l, err := link.New(context.WithoutCancel(ctx), o)
-	if err != nil {
-		return err
-	}
-	defer func() { err = errors.Join(err, l.Close()) }()
-	s := &site.Site{Dir: m.dir, Link: l}
-	server, err := engines.Serve(ctx, s, m.Programs.Serves(), root)
-	if err != nil {
-		return err
-	}
-	defer func() { err = errors.Join(err, server.Stop(syscall.SIGTERM)) }()
-	return fn(s)
+func (m *measurer) at(ctx context.Context, o link.Options, root string, fn func(*site.Site) error) error {
+	return engines.At(ctx, m.dir, o, m.Programs, root, fn)
 }
 
 func (m *measurer) prepare(ctx context.Context, s *site.Site) error {

@@ -97,6 +97,7 @@ func addCommands(root *cobra.Command) {
 		{thisMachine, []*cobra.Command{
 			newDoctorCommand(),
 			newInstallCommand(),
+			newCredentialProviderCommand(),
 			newConfigCommand(),
 			newVersionCommand(),
 		}},
@@ -137,7 +138,8 @@ func completeFlags(root *cobra.Command) {
 		"run net": {"host", "none"}, "trace net": {"host", "none"}, "run probe": probes, "trace probe": probes,
 		"node gate": {"auto", "fanotify", "fuse", "loop"}, "node startup": {"on", "off"}, "node report": {"on", "off"},
 		"node log-format": {"text", "json"}, "node log-level": level, "serve log-level": level,
-		"serve congestion": {"bbr", "cubic", "system"},
+		"serve upstream-credentials": {credsOwn, credsClient},
+		"serve congestion":           {"bbr", "cubic", "system"},
 	} {
 		name, flag, _ := strings.Cut(flag, " ")
 		if c, _, err := root.Find([]string{name}); err == nil {

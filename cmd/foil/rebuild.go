@@ -8,7 +8,6 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"hydrofoil.dev/foil/internal/progress"
 	"hydrofoil.dev/foil/internal/server/rebuild"
 )
 
@@ -58,23 +57,17 @@ command line makes no sense.`,
 
 // showRebuild shows on a terminal how far a rebuild is, until end is called.
 func showRebuild(w io.Writer, o *rebuild.Options) (end func()) {
-	if _, ok := progress.Terminal(w); !ok {
-		return func() {}
-	}
-	display := progress.NewDisplay(w)
-	var last time.Time
+	show, end := oneLine(w)
 	o.Progress = func(p rebuild.Progress) {
-		if time.Since(last) < 100*time.Millisecond {
-			return
-		}
-		last = time.Now()
-		line := fmt.Sprintf("%s: %d", p.Phase, p.Done)
-		if p.Total > 0 {
-			line = fmt.Sprintf("%s of %d", line, p.Total)
-		}
-		_ = display.Lines(line) // a terminal that is gone is no failure
+		show(func() string {
+			line := fmt.Sprintf("%s: %d", p.Phase, p.Done)
+			if p.Total > 0 {
+				line = fmt.Sprintf("%s of %d", line, p.Total)
+			}
+			return line
+		})
 	}
-	return func() { _ = display.Clear() }
+	return end
 }
 
 // printRebuild says what was made. Of what was not put in place it says what is damaged only.

@@ -28,12 +28,19 @@ func touch(bytes int) {
 	runtime.GC()
 }
 
+// Values of --upstream-credentials.
+const (
+	credsOwn    = "own"
+	credsClient = "client"
+)
+
 // serveFlags are the flags of foil serve.
 type serveFlags struct {
 	opts    serve.Options
 	level   slog.Level
 	metrics string // an address of package metrics
 	audit   string // a file; "-" is standard output
+	creds   string // whose credentials say who may pull from an accelerator
 }
 
 func newServeCommand() *cobra.Command {
@@ -58,7 +65,7 @@ plainly; tags are looked up there. What is here is served when the upstream is
 down. Pushes go to the upstream; its notifications, sent to
 ` + upstream.WebhookPath + `, have an image ingested before anybody asks.
 Everybody who reaches the accelerator may pull what its credentials may, unless --access
-says less.
+says less, or --upstream-credentials client has the upstream decide for each client.
 
 Its connections are controlled by BBR, where the host has it: others forget in idle
 times what they have learned of a path. --congestion chooses another way, or leaves
@@ -96,11 +103,15 @@ func (f *serveFlags) add(flags *pflag.FlagSet) {
 	flags.StringVar(&f.opts.TLSCert, "tls-cert", "", "certificate `FILE` in PEM form, read again when it changes; without one: plain HTTP")
 	flags.StringVar(&f.opts.TLSKey, "tls-key", "", "`FILE` of the certificate's key in PEM form")
 	flags.StringVar(&f.opts.Access, "access", "", "`FILE` that says who may log in and do what, in TOML, read again when it changes (docs/access.md); without one everybody may do everything")
+	flags.StringVar(&f.opts.Webhooks, "webhooks", "", "`FILE` that says who is told of pushes, pulls and deletions, in TOML, read again when it changes (docs/webhooks.md)")
 	flags.BoolVar(&f.opts.InsecureOpen, "insecure-open", false, "listen for other machines without TLS, or without --access")
 	flags.StringVar(&f.audit, "audit", "", "`FILE` that a line of JSON is added to for each decision about access, opened again at SIGHUP; -: standard output")
 	flags.Var(&f.opts.StartupMax, "startup-max", "how large the startup set of a service may be: a share of its image (16M are always allowed), or bytes such as `64M`; 0: none")
+	flags.Var(&f.opts.ScrubRate, "scrub-rate", "read what rests, over and over, at so many bytes a second, as `20M`, compare it with its digests, and mend what can be mended (docs/scrub.md); 0: do not")
 	flags.StringVar(&f.opts.Upstream.URL, "upstream", "", "be the accelerator of the registry at `URL`: https://HOST[:PORT], and the prefix that repositories have there")
 	flags.StringVar(&f.opts.Upstream.Auth, "upstream-auth", "", "`FILE` with USER:PASSWORD for the upstream, or a Docker configuration; else "+upstream.AuthEnv+" in the environment has USER:PASSWORD, or the user's Docker configuration counts")
+	flags.StringVar(&f.creds, "upstream-credentials", credsOwn, "`WHOSE` credentials say who may pull: own, the server's, as far as --access allows; client: the upstream is asked with those that each client shows (docs/access.md)")
+	flags.DurationVar(&f.opts.Upstream.RightsTTL, "upstream-rights-ttl", time.Minute, "how long the upstream's answer holds that a client may pull from a repository, with --upstream-credentials client")
 	flags.StringVar(&f.opts.Upstream.CA, "upstream-ca", "", "`FILE` with certificates in PEM form that vouch for the upstream, besides the system's")
 	flags.DurationVar(&f.opts.Upstream.TagTTL, "upstream-tag-ttl", 0, "how long the upstream's answer about a tag holds; 0: it is asked each time")
 	flags.DurationVar(&f.opts.Upstream.TagTimeout, "upstream-tag-timeout", 5*time.Second, "how long the upstream has to answer about a tag that is here, before it is served as it was")
@@ -118,8 +129,18 @@ func (f *serveFlags) check() error {
 	if (f.opts.TLSCert == "") != (f.opts.TLSKey == "") {
 		return usagef("--tls-cert and --tls-key come together")
 	}
-	if f.audit != "" && f.opts.Access == "" {
-		return usagef("--audit comes with --access: an open server decides nothing")
+	f.opts.Upstream.ClientCredentials = f.creds == credsClient
+	switch {
+	case f.creds != credsOwn && f.creds != credsClient:
+		return usagef("--upstream-credentials %q: want %s or %s", f.creds, credsOwn, credsClient)
+	case f.creds == credsClient && f.opts.Upstream.URL == "":
+		return usagef("--upstream-credentials client comes with --upstream")
+	case f.creds == credsClient && f.opts.Access != "":
+		return usagef("with --upstream-credentials client the upstream decides who may pull: leave out --access")
+	case f.opts.Upstream.RightsTTL <= 0:
+		return usagef("--upstream-rights-ttl %v: want more than nothing", f.opts.Upstream.RightsTTL)
+	case f.audit != "" && f.opts.Access == "" && f.creds != credsClient:
+		return usagef("--audit comes with --access, or --upstream-credentials client: an open server decides nothing")
 	}
 	if f.opts.Upstream.URL == "" && (f.opts.Upstream.Auth != "" || f.opts.Upstream.CA != "") {
 		return usagef("--upstream-auth and --upstream-ca come with --upstream")

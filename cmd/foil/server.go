@@ -16,11 +16,14 @@ import (
 func newServerCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "server",
-		Short: "Delete from a registry, explain its rules, back it up, mend its catalog",
+		Short: "Delete from a registry, explain its rules, show its quotas, back it up, mend its catalog, look at its webhooks",
 		Long: `For administrators of foil serve. delete, undelete and gc ask the server that runs, over a socket below its root. The
 others ask no server: they work on the files that the server reads.`,
 	}
-	cmd.AddCommand(newServerDeleteCommand(), newServerUndeleteCommand(), newServerGCCommand(), newServerAccessCommand(), newServerRebuildCommand(), newServerBackupCommand(), newServerRestoreCommand())
+	cmd.AddCommand(newServerAccessCommand(), newServerQuotaCommand(), newServerRetentionCommand(),
+		newServerDeleteCommand(), newServerUndeleteCommand(), newServerGCCommand(),
+		newServerRebuildCommand(), newServerBackupCommand(), newServerRestoreCommand(),
+		newServerScrubCommand(), newServerUsageCommand(), newServerImportCommand(), newServerWebhooksCommand())
 	onlySubcommands(cmd)
 	return cmd
 }
@@ -44,20 +47,7 @@ sense.`,
 		Example: `  foil server access can user:ann push team/app --access access.toml
   foil server access who delete team/app --access access.toml`,
 	}
-	rules := func() (*access.Rules, error) {
-		if file == "" {
-			return nil, usagef("which rules? --access names the file of foil serve")
-		}
-		b, err := os.ReadFile(file)
-		if err != nil {
-			return nil, fmt.Errorf("rules of access: %w", err)
-		}
-		r, err := guard.ParseRules(b)
-		if err != nil {
-			return nil, fmt.Errorf("rules of access: %s: %w", file, err)
-		}
-		return r, nil
-	}
+	rules := func() (*access.Rules, error) { return readRules(file, guard.ParseRules) }
 	can := &cobra.Command{
 		Use:   "can SUBJECT RIGHT REPOSITORY",
 		Short: "Say whether a subject may do something",
@@ -95,6 +85,21 @@ sense.`,
 	cmd.AddCommand(can, who)
 	onlySubcommands(cmd)
 	return cmd
+}
+
+// readRules reads something of the file of access.
+func readRules[T any](file string, parse func([]byte) (T, error)) (r T, err error) {
+	if file == "" {
+		return r, usagef("which rules? --access names the file of foil serve")
+	}
+	b, err := os.ReadFile(file)
+	if err != nil {
+		return r, fmt.Errorf("rules of access: %w", err)
+	}
+	if r, err = parse(b); err != nil {
+		return r, fmt.Errorf("rules of access: %s: %w", file, err)
+	}
+	return r, nil
 }
 
 // explain says what is decided, and why. No is an error.

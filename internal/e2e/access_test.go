@@ -2,8 +2,8 @@ package e2e
 
 import (
 	"encoding/json"
-	"errors"
 	"fmt"
+	"io"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -52,18 +52,7 @@ func TestWorkerLogsIn(t *testing.T) {
 		return file("access.toml", fmt.Sprintf("[passwords]\nfile = %q\n[tokens]\nlifetime = \"1s\"\n[[rule]]\nto = [\"user:worker\"]\nallow = [\"pull\"]\nrepositories = [%q]\n", passwords, repositories))
 	}
 	audit := filepath.Join(dir, "audit.jsonl")
-	s.process = start(t, "serve", "--root", root, "--listen", s.addr, "--access", rules("team/**"), "--audit", audit)
-	eventually(t, "the server answers", func() error {
-		resp, err := http.Get("http://" + s.addr + "/v2/")
-		if err != nil {
-			return err
-		}
-		defer resp.Body.Close()
-		if resp.StatusCode != http.StatusUnauthorized {
-			return errors.New(resp.Status)
-		}
-		return nil
-	})
+	s.guard(t, rules("team/**"), audit)
 
 	config := func(password string) string {
 		t.Helper()
@@ -107,5 +96,104 @@ func TestWorkerLogsIn(t *testing.T) {
 	}
 	if strings.Contains(string(b)+s.log.String()+w.log.String(), "Pa55") {
 		t.Error("a log has the password")
+	}
+}
+
+// guard starts a server again that has ended, with rules.
+func (s *server) guard(t *testing.T, rules, audit string) {
+	t.Helper()
+	s.process = start(t, "serve", "--root", s.root, "--listen", s.addr, "--access", rules, "--audit", audit)
+	eventually(t, "the server answers", func() error {
+		if status, _ := s.ask(t, "/v2/", func(*http.Request) {}); status != http.StatusUnauthorized {
+			return fmt.Errorf("status %d", status)
+		}
+		return nil
+	})
+}
+
+// ask asks the server; 0 is that it does not answer.
+func (s *server) ask(t *testing.T, path string, who func(*http.Request)) (status int, body []byte) {
+	t.Helper()
+	req, err := http.NewRequestWithContext(t.Context(), "GET", "http://"+s.addr+path, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	who(req)
+	resp, err := http.DefaultClient.Do(req)
+	if err != nil {
+		return 0, nil
+	}
+	defer resp.Body.Close()
+	if body, err = io.ReadAll(resp.Body); err != nil {
+		t.Fatal(err)
+	}
+	return resp.StatusCode, body
+}
+
+// The token that a pull began with expires while its bytes are on the way: what the worker asks then, and the rest of a stream
+// that is cut, come with another one.
+func TestTokenExpiresInTheMiddle(t *testing.T) {
+	s, dir := startServer(t, t.TempDir()), t.TempDir()
+	img := manyFiles(t, 200, 60_000, 4, 0)
+	ref := s.push("half", "1", img)
+	s.signal(syscall.SIGINT)
+	<-s.done
+	file := func(name, content string) string {
+		t.Helper()
+		path := filepath.Join(dir, name)
+		if err := os.WriteFile(path, []byte(content), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		return path
+	}
+	hash, err := bcrypt.GenerateFromPassword([]byte("s3cret-Pa55"), bcrypt.MinCost)
+	if err != nil {
+		t.Fatal(err)
+	}
+	passwords := file("htpasswd", fmt.Sprintf("worker:%s\n", hash))
+	audit := filepath.Join(dir, "audit.jsonl")
+	s.guard(t, file("access.toml", fmt.Sprintf("[passwords]\nfile = %q\n[tokens]\nlifetime = \"2s\"\n[[rule]]\nto = [\"user:worker\"]\nallow = [\"pull\"]\nrepositories = [\"**\"]\n", passwords)), audit)
+	k := newLink(t, s.addr, 0)
+	k.stallAfter(3 << 20)
+	ref = k.via(ref)
+	b, err := json.Marshal(map[string]any{"auths": map[string]any{k.addr: map[string]string{"username": "worker", "password": "s3cret-Pa55"}}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	w := startWorker(t, workerRoot(t), "--docker-config", file("config.json", string(b)))
+	w.mustPull(ref, api.Mounted)
+
+	// One that was given later, of the same lifetime, tells when the worker's has expired.
+	_, body := s.ask(t, "/token?service=foil", func(r *http.Request) { r.SetBasicAuth("worker", "s3cret-Pa55") })
+	var later struct {
+		Token string `json:"token"`
+	}
+	if err := json.Unmarshal(body, &later); err != nil || later.Token == "" {
+		t.Fatalf("no token: %s", body)
+	}
+	eventually(t, "the token has expired", func() error {
+		if status, _ := s.ask(t, "/v2/", func(r *http.Request) { r.Header.Set("Authorization", "Bearer "+later.Token) }); status != http.StatusUnauthorized {
+			return fmt.Errorf("status %d", status)
+		}
+		return nil
+	})
+	given := func() int {
+		t.Helper()
+		b, err := os.ReadFile(audit)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return strings.Count(string(b), `"msg":"token","subject":"user:worker"`)
+	}
+	before := given()
+	if st := w.imageOf(ref); st.State != "pulling" {
+		t.Fatalf("the image is %+v, want it on its way", st)
+	}
+	k.setCut(true)
+	k.open()
+	k.setCut(false)
+	intact(t, w, ref, img)
+	if given() == before {
+		t.Error("no token was given while the pull went on")
 	}
 }

@@ -359,6 +359,22 @@ func wantData(t testing.TB, img image) string {
 // runnable is an image of a shell and n files in /data.
 func runnable(t testing.TB, n, size int) image {
 	t.Helper()
+	return imageOf(t, shellLayers(t, n, size))
+}
+
+// imageOf is an image of layers that starts a shell.
+func imageOf(t testing.TB, layers []layertest.Layer) image {
+	t.Helper()
+	var blobs []layertest.Blob
+	for _, l := range layers {
+		blobs = append(blobs, l.Gzip(t))
+	}
+	return newImage(t, ocispec.ImageConfig{Cmd: []string{"/bin/sh"}}, blobs...)
+}
+
+// shellLayers are the layers of runnable.
+func shellLayers(t testing.TB, n, size int) []layertest.Layer {
+	t.Helper()
 	b, err := os.ReadFile(busybox)
 	if err != nil {
 		t.Fatal(err)
@@ -370,8 +386,7 @@ func runnable(t testing.TB, n, size int) image {
 	for i := range n {
 		base = append(base, layertest.File(fmt.Sprintf("data/%05d", i), 0o644, noise(size+i%97)))
 	}
-	return newImage(t, ocispec.ImageConfig{Cmd: []string{"/bin/sh"}}, base.Gzip(t),
-		layertest.Layer{layertest.File("version", 0o644, "1")}.Gzip(t))
+	return []layertest.Layer{base, {layertest.File("version", 0o644, "1")}}
 }
 
 func needBusybox(t testing.TB) {

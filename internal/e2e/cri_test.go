@@ -35,12 +35,7 @@ func TestCRI(t *testing.T) {
 			w := startWorker(t, workerRoot(t), "--origin-group", registryOf(ref)+" "+registryOf(pause))
 			c := startContainerdCRI(t, v, w, pause)
 
-			conn, err := grpc.NewClient("unix:"+c.socket(), grpc.WithTransportCredentials(insecure.NewCredentials()))
-			if err != nil {
-				t.Fatal(err)
-			}
-			t.Cleanup(func() { conn.Close() })
-			images, runtime := cri.NewImageServiceClient(conn), cri.NewRuntimeServiceClient(conn)
+			images, runtime := imageService(t, c.socket()), runtimeService(t, c.socket())
 			ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 			defer cancel()
 
@@ -105,12 +100,7 @@ func TestPodsServices(t *testing.T) {
 			w := startWorkerOf(t, "--origin-group", registryOf(ref)+" "+registryOf(pause), "--log-level", "debug")
 			c := startContainerdCRI(t, v, w, pause)
 			c.pull(t, ref)
-			conn, err := grpc.NewClient("unix:"+c.socket(), grpc.WithTransportCredentials(insecure.NewCredentials()))
-			if err != nil {
-				t.Fatal(err)
-			}
-			t.Cleanup(func() { conn.Close() })
-			runtime := cri.NewRuntimeServiceClient(conn)
+			runtime := runtimeService(t, c.socket())
 			command := []string{"/bin/sh", "-c", "cat /data/0001? > /dev/null; sleep 1000"}
 			id := startPod(t, c, runtime, ref, &cri.NamespaceOption{Network: cri.NamespaceMode_NODE}, command...)
 			if _, err := runtime.ExecSync(t.Context(), &cri.ExecSyncRequest{ContainerId: id, Cmd: []string{"/bin/cat", "/version"}}); err != nil {
@@ -151,46 +141,92 @@ func startPod(t testing.TB, c *containerd, runtime cri.RuntimeServiceClient, ref
 // startPodOf is startPod for a pod with a name of its own.
 func startPodOf(t testing.TB, name string, c *containerd, runtime cri.RuntimeServiceClient, ref string, namespaces *cri.NamespaceOption, command ...string) (id string) {
 	t.Helper()
+	p := startSandbox(t, name, c, runtime, namespaces)
+	id, err := p.start(t.Context(), ref, command...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return id
+}
+
+// pod is one whose sandbox is there.
+type pod struct {
+	runtime cri.RuntimeServiceClient
+	id      string // of its sandbox
+	config  *cri.PodSandboxConfig
+}
+
+// startSandbox starts a pod that has no container yet. It goes with the test.
+func startSandbox(t testing.TB, name string, c *containerd, runtime cri.RuntimeServiceClient, namespaces *cri.NamespaceOption) *pod {
+	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	p := &pod{runtime: runtime, config: &cri.PodSandboxConfig{
+		Metadata:     &cri.PodSandboxMetadata{Name: name, Namespace: "default", Uid: name},
+		LogDirectory: filepath.Join(c.dir, "logs"),
+		Linux:        &cri.LinuxPodSandboxConfig{SecurityContext: &cri.LinuxSandboxSecurityContext{NamespaceOptions: namespaces}},
+	}}
+	sandbox, err := runtime.RunPodSandbox(ctx, &cri.RunPodSandboxRequest{Config: p.config})
+	if err != nil {
+		t.Fatal(err)
+	}
+	p.id = sandbox.PodSandboxId
+	t.Cleanup(func() {
+		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+		defer cancel()
+		if _, err := runtime.StopPodSandbox(ctx, &cri.StopPodSandboxRequest{PodSandboxId: p.id}); err != nil {
+			t.Error(err)
+		}
+		if _, err := runtime.RemovePodSandbox(ctx, &cri.RemovePodSandboxRequest{PodSandboxId: p.id}); err != nil {
+			t.Error(err)
+		}
+	})
+	return p
+}
+
+// start starts a container in the pod, which waits unless a command is named.
+func (p *pod) start(ctx context.Context, ref string, command ...string) (id string, err error) {
+	ctx, cancel := context.WithTimeout(ctx, 2*time.Minute)
 	defer cancel()
 	if command == nil {
 		command = []string{"/bin/sleep", "100000"}
 	}
-	pod := &cri.PodSandboxConfig{
-		Metadata:     &cri.PodSandboxMetadata{Name: name, Namespace: "default", Uid: name},
-		LogDirectory: filepath.Join(c.dir, "logs"),
-		Linux:        &cri.LinuxPodSandboxConfig{SecurityContext: &cri.LinuxSandboxSecurityContext{NamespaceOptions: namespaces}},
-	}
-	sandbox, err := runtime.RunPodSandbox(ctx, &cri.RunPodSandboxRequest{Config: pod})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
-		defer cancel()
-		if _, err := runtime.StopPodSandbox(ctx, &cri.StopPodSandboxRequest{PodSandboxId: sandbox.PodSandboxId}); err != nil {
-			t.Error(err)
-		}
-		if _, err := runtime.RemovePodSandbox(ctx, &cri.RemovePodSandboxRequest{PodSandboxId: sandbox.PodSandboxId}); err != nil {
-			t.Error(err)
-		}
-	})
-	made, err := runtime.CreateContainer(ctx, &cri.CreateContainerRequest{
-		PodSandboxId: sandbox.PodSandboxId,
+	made, err := p.runtime.CreateContainer(ctx, &cri.CreateContainerRequest{
+		PodSandboxId: p.id,
 		Config: &cri.ContainerConfig{
 			Metadata: &cri.ContainerMetadata{Name: "app"},
 			Image:    &cri.ImageSpec{Image: ref},
 			Command:  command,
 			LogPath:  "app.log",
-			Linux:    &cri.LinuxContainerConfig{SecurityContext: &cri.LinuxContainerSecurityContext{NamespaceOptions: namespaces}},
+			Linux:    &cri.LinuxContainerConfig{SecurityContext: &cri.LinuxContainerSecurityContext{NamespaceOptions: p.config.Linux.SecurityContext.NamespaceOptions}},
 		},
-		SandboxConfig: pod,
+		SandboxConfig: p.config,
 	})
+	if err != nil {
+		return "", err
+	}
+	_, err = p.runtime.StartContainer(ctx, &cri.StartContainerRequest{ContainerId: made.ContainerId})
+	return made.ContainerId, err
+}
+
+// runtimeService connects to CRI on a socket.
+func runtimeService(t testing.TB, socket string) cri.RuntimeServiceClient {
+	t.Helper()
+	return cri.NewRuntimeServiceClient(connect(t, socket))
+}
+
+// imageService is runtimeService for images.
+func imageService(t testing.TB, socket string) cri.ImageServiceClient {
+	t.Helper()
+	return cri.NewImageServiceClient(connect(t, socket))
+}
+
+func connect(t testing.TB, socket string) *grpc.ClientConn {
+	t.Helper()
+	conn, err := grpc.NewClient("unix:"+socket, grpc.WithTransportCredentials(insecure.NewCredentials()))
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := runtime.StartContainer(ctx, &cri.StartContainerRequest{ContainerId: made.ContainerId}); err != nil {
-		t.Fatal(err)
-	}
-	return made.ContainerId
+	t.Cleanup(func() { conn.Close() })
+	return conn
 }

@@ -18,6 +18,7 @@ import (
 	cri "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"hydrofoil.dev/foil/internal/format/layer/layertest"
+	"hydrofoil.dev/foil/internal/kubelettest"
 	"hydrofoil.dev/foil/internal/worker/api"
 )
 
@@ -55,7 +56,7 @@ func TestKubernetesDaemonSet(t *testing.T) {
 	pids := h.pids(t)
 	img := runnable(t, 50, 20_000)
 	cl.run(t, "lazy", served(s.push("app", "1", img), ""))
-	cl.pod(t, "lazy", "ready", podState.ready)
+	cl.pod(t, "lazy", "ready", kubelettest.Pod.Ready)
 	worker := api.Dial(h.at("/var/lib/foil"))
 	defer worker.Close()
 	list, err := worker.Images(t.Context())
@@ -97,16 +98,16 @@ func TestKubernetesDaemonSet(t *testing.T) {
 		t.Errorf("undone (-before +after):\n%s", diff)
 	}
 	cl.run(t, "plain", served(s.push("other", "1", img), ""))
-	cl.pod(t, "plain", "ready", podState.ready)
+	cl.pod(t, "plain", "ready", kubelettest.Pod.Ready)
 }
 
 // daemonSet waits until the one pod of a DaemonSet on the one node is ready, and no older one is there.
 func (c *cluster) daemonSet(t *testing.T, name string) {
 	t.Helper()
 	eventually(t, "the pod of "+name+" is ready", func() error {
-		var list struct{ Items []podState }
+		var list struct{ Items []kubelettest.Pod }
 		err := c.get("/api/v1/namespaces/hydrofoil/pods?labelSelector=app.kubernetes.io%2Fname%3D"+name, &list)
-		if err == nil && (len(list.Items) != 1 || !list.Items[0].ready() || list.Items[0].Metadata.DeletionTimestamp != nil) {
+		if err == nil && (len(list.Items) != 1 || !list.Items[0].Ready() || list.Items[0].Metadata.DeletionTimestamp != nil) {
 			err = fmt.Errorf("%+v", list.Items)
 		}
 		return err
@@ -122,7 +123,7 @@ func startKubeletUnit(t *testing.T, h *systemdHost, cl *cluster, bin string) *ku
 			t.Fatal(err)
 		}
 	}
-	config, err := json.Marshal(kubeletConfig(dir, "/run/containerd/containerd.sock", "/"))
+	config, err := json.Marshal(kubelettest.Config(dir, "/run/containerd/containerd.sock", "/"))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -133,7 +134,11 @@ func startKubeletUnit(t *testing.T, h *systemdHost, cl *cluster, bin string) *ku
 		t.Fatal(err)
 	}
 	// What a kubelet writes of /var/lib is the test's already.
-	h.inside(t, "sh", "-c", strings.Replace(ownHost(t, dir), "mount -t tmpfs tmpfs /var/lib;", "", 1))
+	own, err := kubelettest.OwnHost(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	h.inside(t, "sh", "-c", strings.Replace(own, "mount -t tmpfs tmpfs /var/lib;", "", 1))
 	h.must(t, "daemon-reload")
 	h.must(t, "start", "kubelet")
 	conn, err := grpc.NewClient("unix:"+h.at("/run/containerd/containerd.sock"), grpc.WithTransportCredentials(insecure.NewCredentials()))

@@ -10,17 +10,15 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
-	"strconv"
 	"strings"
 	"syscall"
 	"testing"
 	"time"
 
-	"google.golang.org/grpc"
-	"google.golang.org/grpc/credentials/insecure"
 	cri "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"hydrofoil.dev/foil/internal/kernel"
+	"hydrofoil.dev/foil/internal/kubelettest"
 )
 
 const (
@@ -34,8 +32,8 @@ const (
 
 // ownNetwork runs a test once more, in a process that has a network and mounts of its own:
 // what a kubelet makes of iptables and routes, and what it and its pods listen on, ends with it.
-// It reports whether this is that process; else the test has been run.
-func ownNetwork(t *testing.T) (inside bool) {
+// It reports whether this is that process; else the test has been run. That process has env in its environment.
+func ownNetwork(t *testing.T, env ...string) (inside bool) {
 	t.Helper()
 	if os.Getenv(insideEnv) == t.Name() {
 		for _, args := range [][]string{{"link", "set", "lo", "up"}, {"address", "add", nodeAddress + "/32", "dev", "lo"}} {
@@ -51,7 +49,7 @@ func ownNetwork(t *testing.T) (inside bool) {
 		args = append(args, "-test.timeout", (time.Until(deadline) - 20*time.Second).String())
 	}
 	cmd := exec.Command(os.Args[0], args...)
-	cmd.Env = append(os.Environ(), insideEnv+"="+t.Name(), programEnv+"="+foil)
+	cmd.Env = append(append(os.Environ(), insideEnv+"="+t.Name(), programEnv+"="+foil), env...)
 	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET | syscall.CLONE_NEWNS}
 	out, err := cmd.CombinedOutput()
 	if err != nil {
@@ -101,12 +99,8 @@ type kubelet struct {
 	gone       bool // its pods
 }
 
-const (
-	kubeletPort = 10250
-	readPort    = 10255
-	// kubeconfigSetting is none of the kubelet's file, but a flag.
-	kubeconfigSetting = "kubeconfig"
-)
+// kubeconfigSetting is none of the kubelet's file, but a flag.
+const kubeconfigSetting = "kubeconfig"
 
 // kubeletHost is a containerd as a kubelet needs it, whose pods have addresses.
 func kubeletHost(t *testing.T) containerdVersion {
@@ -157,23 +151,20 @@ func startKubelet(t *testing.T, bin string, c *containerd, settings map[string]a
 		t.Fatal(err)
 	}
 	k := &kubelet{bin: bin, dir: dir, group: fmt.Sprintf("foil-kubelet-%d", os.Getpid())}
-	for _, sub := range []string{"pods", "logs", "plugins", "root"} {
-		if err := os.Mkdir(filepath.Join(dir, sub), 0o755); err != nil {
-			t.Fatal(err)
-		}
-	}
-	// Root of a user namespace has to get to its pods' files.
-	if err := os.Chmod(dir, 0o711); err != nil {
+	if err := kubelettest.Prepare(dir); err != nil {
 		t.Fatal(err)
 	}
-	groups := k.groups(t)
+	groups, err := kubelettest.Groups(k.group)
+	if err != nil {
+		t.Skipf("skip: no control groups can be made here: %v", err)
+	}
 	// What it mounts for a pod containerd has to see, and the reverse.
 	if err := errors.Join(syscall.Mount(dir, dir, "", syscall.MS_BIND, ""), syscall.Mount("", dir, "", syscall.MS_SHARED, "")); err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
 		for _, g := range groups {
-			killGroups(g)
+			kubelettest.KillGroup(g)
 			removeGroups(t, g)
 		}
 		mounts, err := kernel.Mounts(dir)
@@ -184,13 +175,8 @@ func startKubelet(t *testing.T, bin string, c *containerd, settings map[string]a
 			t.Error(err)
 		}
 	})
-	conn, err := grpc.NewClient("unix:"+c.socket(), grpc.WithTransportCredentials(insecure.NewCredentials()))
-	if err != nil {
-		t.Fatal(err)
-	}
-	k.runtime = cri.NewRuntimeServiceClient(conn)
-	t.Cleanup(func() { conn.Close() })
-	k.config = kubeletConfig(dir, c.socket(), "/"+k.group)
+	k.runtime = runtimeService(t, c.socket())
+	k.config = kubelettest.Config(dir, c.socket(), "/"+k.group)
 	for name, value := range settings {
 		if name == kubeconfigSetting {
 			k.kubeconfig = value.(string)
@@ -207,102 +193,13 @@ func startKubelet(t *testing.T, bin string, c *containerd, settings map[string]a
 	return k
 }
 
-// kubeletConfig is the configuration of a kubelet that keeps its files in dir.
-func kubeletConfig(dir, socket, group string) map[string]any {
-	return map[string]any{
-		"apiVersion": "kubelet.config.k8s.io/v1beta1", "kind": "KubeletConfiguration",
-		"address": "127.0.0.1", "port": kubeletPort, "readOnlyPort": readPort, "healthzPort": 0,
-		"authentication":           map[string]any{"anonymous": map[string]any{"enabled": true}, "webhook": map[string]any{"enabled": false}},
-		"authorization":            map[string]any{"mode": "AlwaysAllow"},
-		"containerRuntimeEndpoint": "unix://" + socket,
-		"staticPodPath":            filepath.Join(dir, "pods"),
-		"podLogsDir":               filepath.Join(dir, "logs"),
-		"volumePluginDir":          filepath.Join(dir, "plugins"),
-		"failCgroupV1":             false, "cgroupDriver": "cgroupfs", "cgroupRoot": group,
-		"failSwapOn": false, "resolvConf": "", "serializeImagePulls": false,
-		// Whatever else fills this machine's disk and memory.
-		"evictionHard": map[string]string{"memory.available": "0%", "nodefs.available": "0%", "imagefs.available": "0%", "nodefs.inodesFree": "0%", "imagefs.inodesFree": "0%"},
-		// What is tried again is tried soon.
-		"syncFrequency": "1s", "volumeStatsAggPeriod": "1s", "imageGCHighThresholdPercent": 100, "imageGCLowThresholdPercent": 99,
-		"crashLoopBackOff": map[string]any{"maxContainerRestartPeriod": "1s"},
-	}
-}
-
-// groups makes a control group in each hierarchy, all by the same name, as a kubelet wants them.
-func (k *kubelet) groups(t *testing.T) (dirs []string) {
-	t.Helper()
-	found, err := filepath.Glob("/sys/fs/cgroup/*/cgroup.procs")
-	if err != nil {
-		t.Fatal(err)
-	}
-	if _, err := os.Stat("/sys/fs/cgroup/cgroup.procs"); err == nil {
-		found = []string{"/sys/fs/cgroup/cgroup.procs"} // cgroup v2
-	}
-	for _, procs := range found {
-		dir := filepath.Join(filepath.Dir(procs), k.group)
-		if err := os.Mkdir(dir, 0o755); err != nil {
-			t.Skipf("skip: no control groups can be made here: %v", err)
-		}
-		dirs = append(dirs, dir)
-	}
-	if len(dirs) == 0 {
-		t.Skip("skip: no control groups can be made here")
-	}
-	return dirs
-}
-
-// killGroups ends what is left in the control groups of a kubelet's pods, where a test has failed.
-func killGroups(dir string) {
-	_ = filepath.WalkDir(dir, func(path string, d os.DirEntry, err error) error {
-		if err != nil || d.Name() != "cgroup.procs" {
-			return nil
-		}
-		b, _ := os.ReadFile(path)
-		for _, field := range strings.Fields(string(b)) {
-			if pid, err := strconv.Atoi(field); err == nil && pid > 1 {
-				_ = syscall.Kill(pid, syscall.SIGKILL)
-			}
-		}
-		return nil
-	})
-}
-
-// kernelSettings are what a kubelet sets for the whole host. It finds them set.
-var kernelSettings = map[string]string{
-	"vm/overcommit_memory": "1", "vm/panic_on_oom": "0", "kernel/panic": "10", "kernel/panic_on_oops": "1",
-	"kernel/keys/root_maxkeys": "1000000", "kernel/keys/root_maxbytes": "25000000",
-}
-
-// ownHost is a script that gives a mount namespace directories and files of its own, in dir, where a kubelet
-// writes outside of its root.
-func ownHost(t *testing.T, dir string) string {
-	t.Helper()
-	script := "set -e; mount -t tmpfs tmpfs /var/lib; mount -t tmpfs tmpfs /var/log; test ! -d /usr/libexec || mount -t tmpfs tmpfs /usr/libexec\n"
-	for name, value := range kernelSettings {
-		file := filepath.Join(dir, strings.ReplaceAll(name, "/", "."))
-		if err := os.WriteFile(file, []byte(value+"\n"), 0o644); err != nil {
-			t.Fatal(err)
-		}
-		script += fmt.Sprintf("test ! -e /proc/sys/%s || mount --bind %s /proc/sys/%s\n", name, file, name)
-	}
-	return script
-}
-
-// start starts the kubelet, also again. It sees directories of its own where it writes outside of
-// its root, and files of its own in place of the kernel's settings.
+// start starts the kubelet, also again.
 func (k *kubelet) start(t *testing.T) {
 	t.Helper()
-	b, err := json.Marshal(k.config)
+	script, err := kubelettest.Script(filepath.Join(k.bin, "kubelet"), k.dir, nodeAddress, k.config)
 	if err != nil {
 		t.Fatal(err)
 	}
-	config := filepath.Join(k.dir, "config.json")
-	if err := os.WriteFile(config, b, 0o600); err != nil {
-		t.Fatal(err)
-	}
-	script := ownHost(t, k.dir)
-	script += fmt.Sprintf("exec %s --config %s --root-dir %s --hostname-override foil-test --node-ip %s -v 2",
-		filepath.Join(k.bin, "kubelet"), config, filepath.Join(k.dir, "root"), nodeAddress)
 	if k.kubeconfig != "" {
 		script += " --kubeconfig " + k.kubeconfig
 	}
@@ -322,13 +219,13 @@ func (k *kubelet) start(t *testing.T) {
 			t.Fatalf("the kubelet ended: %v\n%s", k.err, k.log)
 		default:
 		}
-		return k.get("/pods", new(any))
+		return k.get(kubelettest.PodsPath, new(any))
 	})
 }
 
 // get asks the kubelet for something, in JSON.
 func (k *kubelet) get(path string, into any) error {
-	resp, err := http.Get(fmt.Sprintf("http://127.0.0.1:%d%s", readPort, path))
+	resp, err := http.Get(fmt.Sprintf("http://127.0.0.1:%d%s", kubelettest.ReadPort, path))
 	if err != nil {
 		return err
 	}
@@ -339,55 +236,20 @@ func (k *kubelet) get(path string, into any) error {
 	return json.NewDecoder(resp.Body).Decode(into)
 }
 
-// podState is what is looked at of a pod.
-type podState struct {
-	Metadata struct {
-		Name              string
-		DeletionTimestamp *string
-	}
-	Status struct {
-		Phase, Reason, Message string
-		Conditions             []struct{ Type, Status string }
-		ContainerStatuses      []struct {
-			Name         string
-			Ready        bool
-			RestartCount int
-			State        json.RawMessage
-		}
-	}
-}
-
-func (p podState) ready() bool {
-	for _, c := range p.Status.Conditions {
-		if c.Type == "Ready" && c.Status == "True" {
-			return true
-		}
-	}
-	return false
-}
-
 // pod returns the state of a static pod.
-func (k *kubelet) pod(name string) (podState, error) {
-	var list struct{ Items []podState }
-	if err := k.get("/pods", &list); err != nil {
-		return podState{}, err
+func (k *kubelet) pod(name string) (kubelettest.Pod, error) {
+	var list kubelettest.Pods
+	if err := k.get(kubelettest.PodsPath, &list); err != nil {
+		return kubelettest.Pod{}, err
 	}
-	for _, p := range list.Items {
-		if p.Metadata.Name == name+"-foil-test" {
-			return p, nil
-		}
-	}
-	return podState{}, fmt.Errorf("no pod %s", name)
+	return list.Named(name)
 }
 
 // run has the kubelet run a static pod: spec is what is below spec, in YAML, each line indented by two spaces.
 func (k *kubelet) run(t *testing.T, name, spec string) {
 	t.Helper()
 	text := "apiVersion: v1\nkind: Pod\nmetadata:\n  name: " + name + "\nspec:\n  terminationGracePeriodSeconds: 0\n  automountServiceAccountToken: false\n" + spec
-	// By its name at once, or the kubelet reads a half.
-	file := filepath.Join(k.dir, "pods", name+".yaml")
-	hidden := filepath.Join(k.dir, name+".yaml")
-	if err := errors.Join(os.WriteFile(hidden, []byte(text), 0o600), os.Rename(hidden, file)); err != nil {
+	if err := kubelettest.WritePod(k.dir, name, text); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -397,7 +259,7 @@ func (k *kubelet) ready(t *testing.T, name string) {
 	t.Helper()
 	eventually(t, "the pod "+name+" is ready", func() error {
 		p, err := k.pod(name)
-		if err == nil && !p.ready() {
+		if err == nil && !p.Ready() {
 			err = fmt.Errorf("%+v", p.Status)
 		}
 		return err
@@ -407,7 +269,7 @@ func (k *kubelet) ready(t *testing.T, name string) {
 // remove has the kubelet end a static pod, and waits for it.
 func (k *kubelet) remove(t *testing.T, name string) {
 	t.Helper()
-	if err := os.Remove(filepath.Join(k.dir, "pods", name+".yaml")); err != nil {
+	if err := os.Remove(kubelettest.PodFile(k.dir, name)); err != nil {
 		t.Fatal(err)
 	}
 	eventually(t, "the pod "+name+" is gone", func() error {
@@ -426,7 +288,7 @@ func (k *kubelet) container(ctx context.Context, pod string) (string, error) {
 		return "", err
 	}
 	for _, c := range list.Containers {
-		if name := c.Labels["io.kubernetes.pod.name"]; name == pod+"-foil-test" || name == pod {
+		if name := c.Labels["io.kubernetes.pod.name"]; name == pod+"-"+kubelettest.Host || name == pod {
 			return c.Id, nil
 		}
 	}

@@ -1,6 +1,7 @@
 package e2e
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"os"
@@ -9,8 +10,10 @@ import (
 	"syscall"
 	"testing"
 
-	"github.com/google/go-cmp/cmp"
+	gocmp "github.com/google/go-cmp/cmp"
 
+	"hydrofoil.dev/foil/internal/kernel"
+	"hydrofoil.dev/foil/internal/kubelettest"
 	"hydrofoil.dev/foil/internal/worker/snapshotter"
 )
 
@@ -79,11 +82,26 @@ func served(ref, more string) string {
 `, ref) + more
 }
 
-// TestKubelet has a kubelet run static pods, while their images are on the way.
+// TestKubelet has a kubelet run static pods, while their images are on the way, on both gates. The two nodes have nothing
+// in common, and wait most of the time, so that they need not wait for each other.
 func TestKubelet(t *testing.T) {
-	if !ownNetwork(t) {
-		return
+	gates := []string{cmp.Or(os.Getenv(gateEnv), bestGate())}
+	if os.Getenv(gateEnv) == "" && gates[0] != kernel.GateFUSE {
+		gates = append(gates, kernel.GateFUSE)
 	}
+	for _, gate := range gates {
+		t.Run(gate, func(t *testing.T) {
+			if os.Getenv(insideEnv) == "" {
+				t.Parallel()
+			}
+			if ownNetwork(t, gateEnv+"="+gate) {
+				testKubelet(t)
+			}
+		})
+	}
+}
+
+func testKubelet(t *testing.T) {
 	bin := needKubelet(t)
 	k := newLink(t, "", 0)
 	n := startNode(t, bin, nil, k)
@@ -97,7 +115,7 @@ func TestKubelet(t *testing.T) {
 		_, err := n.k.container(t.Context(), "lazy")
 		return err
 	})
-	if p, err := n.k.pod("lazy"); err != nil || p.ready() {
+	if p, err := n.k.pod("lazy"); err != nil || p.Ready() {
 		t.Errorf("what the pod reads is on its way, and the kubelet says %+v, %v", p, err)
 	}
 	if st := n.imageState(t, ref); st != "pulling" {
@@ -114,7 +132,7 @@ func TestKubelet(t *testing.T) {
 		}
 	}
 	t.Run("image filesystem", func(t *testing.T) { testSummary(t, n, "lazy") })
-	t.Run("image volume", func(t *testing.T) { testImageVolume(t, n) })
+	t.Run("volumes", func(t *testing.T) { testVolumes(t, n) })
 	t.Run("user namespace", func(t *testing.T) { testUserNamespace(t, n, ref, want) })
 	t.Run("pull secret", func(t *testing.T) { testPullSecret(t, n) })
 	t.Run("daemon crash", func(t *testing.T) { testDaemonCrash(t, n, k) })
@@ -163,7 +181,7 @@ func testSummary(t *testing.T, n *node, pod string) {
 			t.Fatalf("the filesystem of images has %d bytes, %d available; the worker's has %d", *fs.CapacityBytes, *fs.AvailableBytes, size)
 		}
 		for _, p := range s.Pods {
-			if p.PodRef.Name == pod+"-foil-test" && len(p.Containers) == 1 && p.Containers[0].Rootfs.UsedBytes != nil {
+			if p.PodRef.Name == pod+"-"+kubelettest.Host && len(p.Containers) == 1 && p.Containers[0].Rootfs.UsedBytes != nil {
 				if used := *p.Containers[0].Rootfs.UsedBytes; used < 3<<20 {
 					return fmt.Errorf("the pod's container has written %d bytes", used)
 				}
@@ -174,21 +192,36 @@ func testSummary(t *testing.T, n *node, pod string) {
 	})
 }
 
-// An image is a volume of a container of another.
-func testImageVolume(t *testing.T, n *node) {
+// An image is a volume of a container of another, whose own root is read-only. Before it an init container writes to a
+// volume that both have, of which the container has a part.
+func testVolumes(t *testing.T, n *node) {
 	img := runnable(t, 20, 10_000)
 	data := n.s.push("data", "1", img)
 	app := n.s.push("reader", "1", runnable(t, 0, 0))
-	n.k.run(t, "volume", fmt.Sprintf(`  containers:
+	n.k.run(t, "volume", fmt.Sprintf(`  securityContext: {fsGroup: 4321}
+  initContainers:
+  - name: before
+    image: %[1]s
+    command: [/bin/sh, -c, "/bin/busybox mkdir -m 2775 /all/part && cat /version >/all/part/made && cat /version >/own"]
+    volumeMounts: [{name: all, mountPath: /all}]
+  containers:
   - name: app
-    image: %s
+    image: %[1]s
     command: [/bin/sleep, "100000"]
-    volumeMounts: [{name: data, mountPath: /volume}]
-  volumes: [{name: data, image: {reference: %q, pullPolicy: IfNotPresent}}]
+    securityContext: {readOnlyRootFilesystem: true, runAsUser: 1000, runAsGroup: 1000}
+    volumeMounts: [{name: data, mountPath: /volume}, {name: all, mountPath: /part, subPath: part}]
+  volumes: [{name: data, image: {reference: %[2]q, pullPolicy: IfNotPresent}}, {name: all, emptyDir: {}}]
 `, app, data))
 	n.k.ready(t, "volume")
 	if got, want := n.k.exec(t, "volume", strings.ReplaceAll(dataSums, "/", "/volume/")), wantData(t, img); got != want {
 		t.Errorf("in a volume that is an image a container read\n%s\nwant\n%s", got, want)
+	}
+	const seen = `cat /part/made; echo; echo more >/part/more && /bin/busybox stat -c %g /part/more
+ls /own 2>&1 >/dev/null | /bin/busybox grep -o 'No such file.*'
+for path in /new /version /volume/new; do /bin/busybox touch $path 2>&1 | /bin/busybox grep -o 'Read-only file system'; done`
+	const readOnly = "Read-only file system\n"
+	if diff := gocmp.Diff("1\n4321\nNo such file or directory\n"+readOnly+readOnly+readOnly, n.k.exec(t, "volume", seen)); diff != "" {
+		t.Errorf("what an init container made, and what cannot be written (-want +got):\n%s", diff)
 	}
 	n.k.remove(t, "volume")
 }
@@ -201,7 +234,7 @@ func testUserNamespace(t *testing.T, n *node, ref, want string) {
 	if len(mapped) != 3 || mapped[0] != "0" || mapped[1] == "0" {
 		t.Fatalf("user IDs of the pod: %q", mapped)
 	}
-	if diff := cmp.Diff(ownersSeen+want, n.k.exec(t, "mapped", "ID=mapped; "+ownersScript)); diff != "" {
+	if diff := gocmp.Diff(ownersSeen+want, n.k.exec(t, "mapped", "ID=mapped; "+ownersScript)); diff != "" {
 		t.Errorf("a pod in a user namespace (-want +got):\n%s", diff)
 	}
 	if owners := ownersOf(t, n.w, "mapped"); owners[0] != "new "+mapped[1]+" "+mapped[1] {

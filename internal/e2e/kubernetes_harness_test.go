@@ -15,6 +15,8 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"hydrofoil.dev/foil/internal/kubelettest"
 )
 
 // cluster is a control plane of the test's own, in the network of the test.
@@ -166,10 +168,10 @@ func (c *cluster) run(t *testing.T, name, spec string) {
 }
 
 // pod waits until a pod is as wanted.
-func (c *cluster) pod(t *testing.T, name, what string, as func(podState) bool) {
+func (c *cluster) pod(t *testing.T, name, what string, as func(kubelettest.Pod) bool) {
 	t.Helper()
 	eventually(t, "the pod "+name+" is "+what, func() error {
-		var p podState
+		var p kubelettest.Pod
 		err := c.get("/api/v1/namespaces/default/pods/"+name, &p)
 		if err == nil && !as(p) {
 			err = fmt.Errorf("%+v", p.Status)
@@ -179,7 +181,7 @@ func (c *cluster) pod(t *testing.T, name, what string, as func(podState) bool) {
 }
 
 // waits reports whether the container of a pod waits for this reason.
-func (p podState) waits(reason string) bool {
+func waits(p kubelettest.Pod, reason string) bool {
 	for _, c := range p.Status.ContainerStatuses {
 		if strings.Contains(string(c.State), reason) {
 			return true
@@ -192,9 +194,9 @@ func (p podState) waits(reason string) bool {
 func (c *cluster) nodeReady(t *testing.T) {
 	t.Helper()
 	eventually(t, "the node is ready", func() error {
-		var node podState // it has conditions like a pod's
+		var node kubelettest.Pod // it has conditions like a pod's
 		err := c.get("/api/v1/nodes/foil-test", &node)
-		if err == nil && !node.ready() {
+		if err == nil && !node.Ready() {
 			err = fmt.Errorf("%+v", node.Status)
 		}
 		return err

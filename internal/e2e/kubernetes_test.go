@@ -12,6 +12,7 @@ import (
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
 	"hydrofoil.dev/foil/internal/format/layer/layertest"
+	"hydrofoil.dev/foil/internal/kubelettest"
 )
 
 // TestKubernetes has a whole Kubernetes of one node run pods, while their images are on the way.
@@ -76,14 +77,14 @@ func testPullPolicies(t *testing.T, cl *cluster, n *node) {
 	base := runnable(t, 20, 5_000)
 	ref := n.s.push("policy", "1", versioned(t, base, "one"))
 	cl.run(t, "missing", sleeper(ref, "Never"))
-	cl.pod(t, "missing", "refused", func(p podState) bool { return p.waits("ErrImageNeverPull") })
+	cl.pod(t, "missing", "refused", func(p kubelettest.Pod) bool { return waits(p, "ErrImageNeverPull") })
 	want := "one"
 	for _, step := range []struct{ name, policy, pushed string }{{"first", "IfNotPresent", "two"}, {"second", "IfNotPresent", ""}, {"third", "Always", ""}, {"fourth", "Never", ""}} {
 		if step.policy == "Always" {
 			want = "two"
 		}
 		cl.run(t, step.name, sleeper(ref, step.policy))
-		cl.pod(t, step.name, "ready", podState.ready)
+		cl.pod(t, step.name, "ready", kubelettest.Pod.Ready)
 		if got := n.k.exec(t, step.name, "cat /version"); got != want {
 			t.Errorf("the %s pod, with the policy %s, has version %q, want %q", step.name, step.policy, got, want)
 		}
@@ -103,11 +104,11 @@ func testImagePullSecret(t *testing.T, cl *cluster, n *node) {
 	n.s.push("secret", "1", runnable(t, 20, 5_000))
 	const ref = "stranger.example/secret:1"
 	cl.run(t, "without", sleeper(ref, "Always"))
-	cl.pod(t, "without", "refused", func(p podState) bool { return p.waits("ImagePullBackOff") || p.waits("ErrImagePull") })
+	cl.pod(t, "without", "refused", func(p kubelettest.Pod) bool { return waits(p, "ImagePullBackOff") || waits(p, "ErrImagePull") })
 	secret := base64.StdEncoding.EncodeToString(fmt.Appendf(nil, `{"auths": {"stranger.example": {"auth": %q}}}`, frontAuth))
 	cl.apply(t, "apiVersion: v1\nkind: Secret\nmetadata:\n  name: pull\ntype: kubernetes.io/dockerconfigjson\ndata:\n  .dockerconfigjson: "+secret+"\n")
 	cl.run(t, "with", sleeper(ref, "Always")+"  imagePullSecrets: [{name: pull}]\n")
-	cl.pod(t, "with", "ready", podState.ready)
+	cl.pod(t, "with", "ready", kubelettest.Pod.Ready)
 	if strings.Contains(n.w.log.String(), frontSecret) || strings.Contains(n.w.log.String(), frontAuth) {
 		t.Error("the daemon's log has the credentials of a pod's secret")
 	}
@@ -209,10 +210,10 @@ func testEviction(t *testing.T, cl *cluster, n *node) {
 	}
 	cl.run(t, "within", pod(1))
 	cl.run(t, "beyond", pod(20))
-	cl.pod(t, "beyond", "evicted", func(p podState) bool {
+	cl.pod(t, "beyond", "evicted", func(p kubelettest.Pod) bool {
 		return p.Status.Reason == "Evicted" && strings.Contains(p.Status.Message, "ephemeral")
 	})
-	cl.pod(t, "within", "ready", podState.ready)
+	cl.pod(t, "within", "ready", kubelettest.Pod.Ready)
 	for _, name := range []string{"within", "beyond"} {
 		if _, err := cl.call(http.MethodDelete, "/api/v1/namespaces/default/pods/"+name, "", ""); err != nil {
 			t.Error(err)

@@ -19,8 +19,6 @@ import (
 	"github.com/opencontainers/go-digest"
 	"github.com/opencontainers/image-spec/specs-go"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
-	"google.golang.org/grpc"
-	"google.golang.org/grpc/credentials/insecure"
 	cri "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
@@ -302,15 +300,4 @@ func TestMirrorKilled(t *testing.T) {
 	if got, want := c.run(t, "registry.example/app:1", "one", dataSums), wantData(t, img); got != want {
 		t.Errorf("a container read\n%s\nwant\n%s", got, want)
 	}
-}
-
-// imageService connects to CRI on a socket.
-func imageService(t testing.TB, socket string) cri.ImageServiceClient {
-	t.Helper()
-	conn, err := grpc.NewClient("unix:"+socket, grpc.WithTransportCredentials(insecure.NewCredentials()))
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { conn.Close() })
-	return cri.NewImageServiceClient(conn)
 }

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"hydrofoil.dev/foil/internal/kernel"
+	"hydrofoil.dev/foil/internal/kubelettest"
 	"hydrofoil.dev/foil/internal/logtest"
 	"hydrofoil.dev/foil/internal/worker/api"
 	"hydrofoil.dev/foil/internal/worker/snapshotter"
@@ -170,22 +171,7 @@ func cgroups(t *testing.T) (groups []cgroup) {
 // removeGroups removes a control group and those below it, once they are empty.
 func removeGroups(t *testing.T, dir string) {
 	t.Helper()
-	eventually(t, "control groups are removed", func() error {
-		var dirs []string
-		err := filepath.WalkDir(dir, func(path string, d os.DirEntry, err error) error {
-			if err == nil && d.IsDir() {
-				dirs = append(dirs, path)
-			}
-			return nil
-		})
-		for i := len(dirs) - 1; i >= 0; i-- {
-			err = errors.Join(err, syscall.Rmdir(dirs[i]))
-		}
-		if _, gone := os.Stat(dir); errors.Is(gone, os.ErrNotExist) {
-			return nil
-		}
-		return err
-	})
+	eventually(t, "control groups are removed", func() error { return kubelettest.RemoveGroup(dir) })
 }
 
 // ctl is systemctl inside.

@@ -24,7 +24,8 @@ func main() {
 		SilenceUsage:  true,
 		SilenceErrors: true,
 	}
-	root.AddCommand(linkCommand(), imagesCommand(), demoCommand(), runCommand(), reportCommand(), compareCommand(), serverCommand(), runningCommand(), operationCommand(), neighbourCommand(), startupCommand(), contactCommand(), manyCommand(), proofsCommand())
+	root.AddCommand(linkCommand(), imagesCommand(), demoCommand(), runCommand(), reportCommand(), compareCommand(), serverCommand(), runningCommand(),
+		operationCommand(), neighbourCommand(), startupCommand(), contactCommand(), manyCommand(), podsCommand(), proofsCommand(), accessCommand(), attacksCommand())
 	err := root.ExecuteContext(ctx)
 	stop()
 	var exit *exec.ExitError

@@ -36,6 +36,15 @@ func Decode(b []byte) (*Index, error) {
 		x.Points = append(x.Points, p)
 		before = p
 	}
+	last := int64(0)
+	for n := d.number(maxIn); n > 0 && !d.bad; n-- {
+		more := d.number(maxIn)
+		if more <= 0 || more >= x.In-last || x.Level == 1 {
+			return nil, corrupt("a Write that ends %d after %d of %d at level %d", more, last, x.In, x.Level)
+		}
+		last += more
+		x.Between = append(x.Between, last)
+	}
 	if d.bad || len(d.rest) > 0 {
 		return nil, corrupt("%d bytes at the end", len(d.rest))
 	}

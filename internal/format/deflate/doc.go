@@ -114,8 +114,10 @@
 // several cores. It does not say what the plaintext was: who restores compares digests.
 //
 // An index is encoded as the seven bytes "HFDRP\r\n", the version (1, one byte), the level
-// (one byte), the bytes of plaintext, the bytes of the stream, the number of points, and
-// these. Numbers are uvarints in their shortest form. A point is
+// (one byte), the bytes of plaintext, the bytes of the stream, the number of points,
+// these, the number of Writes whose ends made a difference ("Writes", above), and for each how
+// far it ended in the plaintext, less that of the one before. Numbers are uvarints in their
+// shortest form. A point is
 //
 //	in       bytes of plaintext before the next position, less the point's before
 //	out      whole bytes of the stream, less the point's before
@@ -126,5 +128,5 @@
 //	held     levels 4 to 9: 0, if nothing is held back; or the length of the match that
 //	         is, 3 for none, and its distance, 0 for none
 //
-// Points are in order, and before the ends. Nothing follows.
+// Points, and ends of Writes, are in order, and before the ends. Nothing follows.
 package deflate

@@ -78,6 +78,7 @@ func (e *Encoder) Write(b []byte) (int, error) {
 	if len(b) > 0 && e.between {
 		e.between = false
 		if e.chains != nil && e.p-e.base >= slideAt {
+			e.rec.between(e.origin + int64(e.end))
 			e.slide()
 		}
 	}

@@ -154,6 +154,13 @@ func (r *recorder) take(e *Encoder) {
 	}
 }
 
+// between says that the end of a Write, at byte in of the plaintext, moved the window.
+func (r *recorder) between(in int64) {
+	if r.index != nil {
+		r.index.Between = append(r.index.Between, in)
+	}
+}
+
 func (r *recorder) end(level int, in, out int64) {
 	if r.index != nil {
 		r.index.Level, r.index.In, r.index.Out = level, in, out
@@ -167,6 +174,8 @@ type Index struct {
 	In     int64   // bytes of plaintext
 	Out    int64   // bytes of the stream
 	Points []Point // ascending; the stream's beginning is not among them
+	// Between is where Writes ended and it made a difference, ascending (Encoder.Between).
+	Between []int64
 }
 
 const (
@@ -235,6 +244,12 @@ func (x *Index) Append(b []byte) []byte {
 			b = binary.AppendUvarint(b, 0)
 		}
 		before = p
+	}
+	b = binary.AppendUvarint(b, uint64(len(x.Between)))
+	last := int64(0)
+	for _, in := range x.Between {
+		b = binary.AppendUvarint(b, uint64(in-last))
+		last = in
 	}
 	return b
 }

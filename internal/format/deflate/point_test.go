@@ -86,6 +86,54 @@ func TestResume(t *testing.T) {
 	})
 }
 
+// Where Writes end is in the index, if it made a difference.
+func TestBetween(t *testing.T) {
+	recordedAny, differed := false, false
+	for seed := range uint64(60) {
+		r := rand.New(rand.NewPCG(seed, 1))
+		level := 2 + r.IntN(MaxLevel-1)
+		plain := kinds[len(kinds)-1].make(r, 500_000)
+		for at := slideAt; at < len(plain); at += maxDistance {
+			copy(plain[at:], plain[at-maxDistance:][:5+r.IntN(40)]) // as far away as can be
+		}
+		var b bytes.Buffer
+		e, err := NewEncoder(&b, level)
+		if err != nil {
+			t.Fatal(err)
+		}
+		x := e.Record(int64(r.IntN(100_000)))
+		for at := 0; at < len(plain); {
+			n := min(1+r.IntN(40_000), len(plain)-at)
+			if end := (at+n)/maxDistance*maxDistance + slideAt - maxDistance + r.IntN(margin); r.IntN(2) == 0 && end > at && end < len(plain) {
+				n = end - at
+			}
+			if _, err := e.Write(plain[at : at+n]); err != nil {
+				t.Fatal(err)
+			}
+			e.Between()
+			at += n
+		}
+		if err := e.Close(); err != nil {
+			t.Fatal(err)
+		}
+		single, _ := recorded(t, level, plain, 1<<40)
+		recordedAny = recordedAny || len(x.Between) > 0
+		differed = differed || !bytes.Equal(single, b.Bytes())
+		x, err = Decode(x.Append(nil))
+		if err != nil {
+			t.Fatal(err)
+		}
+		var again bytes.Buffer
+		if err := x.WriteRange(t.Context(), &again, bytes.NewReader(plain), 0, x.Out, 2); err != nil {
+			t.Fatal(err)
+		}
+		same(t, fmt.Sprintf("seed %d, level %d", seed, level), again.Bytes(), b.Bytes())
+	}
+	if !recordedAny || !differed {
+		t.Errorf("no Write made a difference: recorded %v, another stream %v", recordedAny, differed)
+	}
+}
+
 // All points of long streams, at each level.
 func TestEveryPoint(t *testing.T) {
 	for level := MinLevel; level <= MaxLevel; level++ {

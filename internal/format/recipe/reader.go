@@ -60,10 +60,13 @@ func NewReader(r io.Reader, s Source, l Limits) *Reader {
 	if l.Contents == 0 {
 		l.Contents = maxContents
 	}
-	p := &Reader{r: bufio.NewReaderSize(r, 64<<10), source: s, limits: l, highest: -1}
+	p := &Reader{source: s, limits: l, highest: -1}
+	p.reset(r)
 	p.err = p.head()
 	return p
 }
+
+func (p *Reader) reset(r io.Reader) { p.r = bufio.NewReaderSize(r, 64<<10) }
 
 func (p *Reader) head() error {
 	b := make([]byte, len(magic)+1)
@@ -92,16 +95,21 @@ func (p *Reader) Read(b []byte) (int, error) {
 	}
 	for p.err == nil {
 		n, err := p.some(b)
-		if err != nil && err != io.EOF {
-			err = fmt.Errorf("read recipe, byte %d of the tar stream: %w", p.size, err)
-		}
-		p.err = err
+		p.err = p.about(err)
 		p.size += int64(n)
 		if n > 0 {
 			return n, nil
 		}
 	}
 	return 0, p.err
+}
+
+// about says where an error was met.
+func (p *Reader) about(err error) error {
+	if err != nil && err != io.EOF {
+		err = fmt.Errorf("read recipe, byte %d of the tar stream: %w", p.size, err)
+	}
+	return err
 }
 
 // some reads bytes, or takes a step towards them.
@@ -289,47 +297,93 @@ func (p *Reader) ended() error {
 		return corrupt("diff ID %q", p.end.DiffID)
 	}
 	begin := p.read
-	if err := p.compression(); err != nil {
+	if p.end.Compression, err = p.compression(func([]byte) error { return nil }); err != nil {
 		return err
 	}
-	b, err := p.bytes(8)
+	b, err := p.bytes(BeginLen)
 	if err != nil {
 		return err
 	}
 	if at := binary.LittleEndian.Uint64(b); at != uint64(begin) {
 		return corrupt("its compression is at byte %d, it says %d", begin, at)
 	}
+	if err := p.over(); err != nil {
+		return err
+	}
+	return io.EOF
+}
+
+// over says that nothing follows.
+func (p *Reader) over() error {
 	if _, err := p.r.ReadByte(); err != io.EOF {
 		if err != nil {
 			return err
 		}
 		return corrupt("something follows its end")
 	}
-	return io.EOF
+	return nil
 }
 
-// compression reads that part.
-func (p *Reader) compression() error {
+// compression reads that part, up to begin.
+func (p *Reader) compression(chunk func([]byte) error) (Compression, error) {
 	kind, err := p.number(1<<63 - 1)
 	if err != nil {
-		return err
-	}
-	if p.end.Compression = Compression(kind); p.end.Compression > Intact {
-		p.end.Compression = Unknown
+		return Unknown, err
 	}
 	for {
 		n, err := p.number(MaxChunk)
 		if err != nil {
-			return err
+			return Unknown, err
 		}
 		if n == 0 {
-			return nil
+			break
 		}
 		if kind <= uint64(Intact) {
-			return corrupt("compression of kind %d with a payload", kind)
+			return Unknown, corrupt("compression of kind %d with a payload", kind)
 		}
-		if _, err := p.bytes(n); err != nil {
+		b, err := p.bytes(n)
+		if err == nil {
+			err = chunk(b)
+		}
+		if err != nil {
+			return Unknown, err
+		}
+	}
+	if c := Compression(kind); c <= Patched {
+		return c, nil
+	}
+	return Unknown, nil
+}
+
+// Skip passes over the next n bytes of the tar stream, or as many as there are. Contents that lie there
+// are not asked for. Errors: those of Read, but io.EOF.
+func (p *Reader) Skip(n int64) error {
+	var b [4096]byte
+	for n > 0 {
+		var err error
+		m := int64(0)
+		switch {
+		case p.err != nil:
+			err = p.err
+		case p.literal > 0 || p.part != nil:
+			var k int
+			k, err = p.Read(b[:min(n, int64(len(b)))])
+			m = int64(k)
+		case p.next.length > 0:
+			m = min(n, p.next.length)
+			p.next.offset, p.next.length, p.size = p.next.offset+m, p.next.length-m, p.size+m
+		default:
+			_, err = p.some(nil)
+			p.err = p.about(err)
+			err = p.err
+		}
+		n -= m
+		if err == io.EOF {
+			return nil
+		}
+		if err != nil {
 			return err
 		}
 	}
+	return nil
 }

@@ -50,9 +50,35 @@
 //	begin     8 bytes, little-endian: where in the recipe kind is
 //
 // So both parts can be read at once, from the start and from begin, by who
-// has the whole recipe. The kinds so far have no payload. A kind's payload never
-// changes its meaning: what is to be said in another way is another kind. A reader
-// takes a kind that it does not know for Unknown.
+// has the whole recipe. Unknown, Plain and Intact have no payload, Reencoded and Patched have
+// an encoding. A kind's payload never changes its meaning: what is to be said in another
+// way is another kind. A reader takes a kind that it does not know for Unknown.
+//
+// # Encodings
+//
+// A blob with an encoding is a header, a DEFLATE stream (RFC 1951) and a trailer. The header of
+// a blob in gzip is a member's, the trailer its checksum and size; nothing is believed of either. The
+// stream is cut into parts, each made of a part of the tar stream. An encoding is
+//
+//	sum      the SHA-256 of what follows, of all chunks
+//	encoder  block of text, at most 64 bytes: name of the encoder (package encoder)
+//	arch     the same: architecture that the encoding was proven on, in Go's words
+//	level    number, at most 64
+//	block    number: bytes of the tar stream that are compressed by themselves; 0: it is one stream
+//	header   block, at most MaxLiteral bytes
+//	trailer  the same
+//	parts    number of parts, at least 1 and at most 2^20
+//	in       column: a number for each part, its bytes of the tar stream; not 0 but in an only part
+//	out      column: a number for each part, its bytes of the stream, not 0
+//	stored   column: a byte for each part: 1 if its bytes are in the encoding, 0 if the encoder
+//	         makes them
+//	sums     column: the SHA-256 of the bytes of each part's stream
+//	bytes    column: the bytes of the parts that are stored
+//	points   column: restart points, in the encoder's own format (package deflate)
+//
+// Reencoded has no stored parts, Patched has at least one. All of it has at most MaxEncoding
+// bytes. It was proven when it was made: the encoder made these bytes then, on that architecture. Who restores
+// compares each part with its sum before its last byte counts, and the blob with its digest.
 //
 // Nothing follows. A recipe may be named by the SHA-256 of its bytes; which bytes
 // the compressor makes is not specified.
@@ -102,7 +128,19 @@ const (
 	// Intact: it was looked into, and no way is known that gives the same bytes,
 	// or none that pays. The blob has to be kept.
 	Intact Compression = 2
+	// Reencoded: by an encoder that makes the same bytes (Encoding).
+	Reencoded Compression = 3
+	// Patched: the same, but for some parts, which are stored.
+	Patched Compression = 4
 )
+
+// String is one word.
+func (c Compression) String() string {
+	if c <= Patched {
+		return [...]string{"unknown", "plain", "intact", "reencoded", "patched"}[c]
+	}
+	return Unknown.String()
+}
 
 // End is what a recipe says about all of it.
 type End struct {
@@ -110,7 +148,7 @@ type End struct {
 	Contents int64         // in the entry list of the layer
 	DiffID   digest.Digest // of the tar stream; empty: not said
 	// Compression of the blob. A reader does not know others than those above, and
-	// says Unknown.
+	// says Unknown. A Writer writes those that have no Encoding.
 	Compression Compression
 }
 

@@ -221,8 +221,11 @@ func (w *Writer) Close(end End) error {
 	b = columns.AppendBlock(b, end.DiffID)
 	w.write(b)
 	begin := w.written
-	b = append(binary.AppendUvarint(nil, uint64(end.Compression)), 0)
-	w.write(binary.LittleEndian.AppendUint64(b, uint64(begin)))
+	b, err := AppendCompression(nil, begin, end.Compression, nil)
+	if err != nil {
+		return err
+	}
+	w.write(b)
 	if w.err != nil {
 		return fmt.Errorf("write recipe: %w", w.err)
 	}

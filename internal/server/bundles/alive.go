@@ -6,8 +6,15 @@ import (
 	"hydrofoil.dev/foil/internal/format/bundle"
 )
 
-// meanwhile is Handler.meanwhile of a pull.
+// meanwhile is Handler.meanwhile of a pull, whose client it is charged to.
 func (p *pull) meanwhile(work func()) {
+	began := time.Now()
+	p.await(work)
+	p.charge(time.Since(began))
+}
+
+// await is Handler.meanwhile of a pull, for what is charged elsewhere.
+func (p *pull) await(work func()) {
 	_ = p.h.meanwhile(p.w, p.flush, func() error { // work keeps its own errors
 		work()
 		return nil

@@ -25,7 +25,7 @@ func TestMeanwhile(t *testing.T) {
 				h := &Handler{o: Options{Alive: 15 * time.Second, AliveMost: time.Hour}}
 				var b bytes.Buffer
 				last, silence := time.Now(), time.Duration(0)
-				p := &pull{h: h, w: bundle.NewWriter(&b), flush: func() error {
+				p := &pull{h: h, charge: func(time.Duration) {}, w: bundle.NewWriter(&b), flush: func() error {
 					silence, last = max(silence, time.Since(last)), time.Now()
 					return nil
 				}}

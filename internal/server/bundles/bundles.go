@@ -51,7 +51,9 @@ import (
 	"hydrofoil.dev/foil/internal/server/planner"
 	"hydrofoil.dev/foil/internal/server/readers"
 	"hydrofoil.dev/foil/internal/server/startup"
+	"hydrofoil.dev/foil/internal/server/tcp"
 	"hydrofoil.dev/foil/internal/server/turns"
+	"hydrofoil.dev/foil/internal/server/webhooks"
 )
 
 // Options are what a Handler works with.
@@ -69,6 +71,8 @@ type Options struct {
 	Recipe func(ctx context.Context, m *Resolved, layer int) (catalog.Layer, error)
 	// Guard says who may do what; nil: everybody may everything.
 	Guard *guard.Guard
+	// Webhooks is told of pulls; nil: nobody is.
+	Webhooks *webhooks.Sender
 	// StartupMax is how large a startup set may be.
 	StartupMax startup.Limit
 	// Memory bounds the indices, orders and frames kept in memory; 0 means 256 MiB.
@@ -206,7 +210,11 @@ func (h *Handler) Metrics() prometheus.Collector {
 // ended.
 func (h *Handler) Close() error {
 	h.work.Wait()
-	return h.sets.Close()
+	err := h.sets.Close()
+	h.orders.Close()
+	h.frames.made.Close()
+	h.indices.Close()
+	return err
 }
 
 // ServeHTTP serves the paths of package bundle.
@@ -270,7 +278,7 @@ func (h *Handler) promote(w http.ResponseWriter, r *http.Request) {
 // stream finds one that whoever asks has begun, and may still pull.
 func (h *Handler) stream(ctx context.Context, id string) *queue {
 	q, of := h.streams.find(id)
-	if q == nil || of.subject != guard.Subject(ctx) || !h.o.Guard.May(ctx, access.Pull, of.repository) {
+	if q == nil || of.subject != guard.Subject(ctx) || !h.o.Guard.May(ctx, access.Pull, of.repository, of.reference) {
 		return nil
 	}
 	return q
@@ -281,7 +289,9 @@ func (h *Handler) pull(w http.ResponseWriter, r *http.Request) {
 	result := resultCut
 	defer func() { h.results.WithLabelValues(result).Inc() }()
 	fail := func(err error, about string) {
-		result = refused(wireError(err, about))
+		if result = refused(wireError(err, about)); isBeyond(err) {
+			result = resultRefused
+		}
 		writeError(w, h.log, err, about)
 	}
 	b, err := h.body(w, r, bundle.MaxRequest)
@@ -294,20 +304,32 @@ func (h *Handler) pull(w http.ResponseWriter, r *http.Request) {
 		fail(&bundle.Error{Code: bundle.CodeInvalid, Message: err.Error()}, "")
 		return
 	}
+	end, charge, err := h.begin(ctx)
+	if err != nil {
+		fail(err, "")
+		return
+	}
+	defer end()
 	image, err := h.resolve(ctx, req.Image)
 	if err != nil {
 		fail(err, ref(req.Image.Repository, req.Image.Reference))
 		return
 	}
 
+	pulled := webhooks.Data{Repository: image.Repository, Digest: image.Manifest.Digest.String(), MediaType: image.Manifest.MediaType,
+		Size: int64(len(image.Manifest.Bytes)), Subject: guard.Subject(ctx)}
+	if digest.Digest(image.Reference).Validate() != nil {
+		pulled.Tags = []string{image.Reference}
+	}
+	h.o.Webhooks.Pulled(pulled)
 	w.Header().Set("Content-Type", bundle.MediaTypeBundle)
 	w.WriteHeader(http.StatusOK)
-	slow := newPatient(w, h.o.Patience)
-	defer slow.end()
+	slow := tcp.NewPatient(w, h.o.Patience)
+	defer slow.End()
 	out := bundle.NewWriter(slow)
-	s := &pull{h: h, req: req, image: image, about: ref(image.Repository, image.Reference), w: out, queue: &queue{}, client: client(r), conn: r.RemoteAddr}
+	s := &pull{h: h, req: req, image: image, about: ref(image.Repository, image.Reference), w: out, queue: &queue{}, charge: charge, client: client(r), conn: r.RemoteAddr}
 	s.flush = func() error { return errors.Join(out.Flush(), slow.Flush()) }
-	id := h.streams.add(s.queue, owner{guard.Subject(ctx), image.Repository})
+	id := h.streams.add(s.queue, owner{guard.Subject(ctx), image.Repository, image.Manifest.Digest.String()})
 	defer h.streams.remove(id)
 	if err := s.run(ctx, id); err != nil {
 		var gone writeFailed
@@ -326,6 +348,15 @@ func (h *Handler) pull(w http.ResponseWriter, r *http.Request) {
 	result = resultSent
 }
 
+// begin lets a request for a bundle, or for what proves one, begin. charge takes how long was worked for it.
+func (h *Handler) begin(ctx context.Context) (end func(), charge func(time.Duration), err error) {
+	if charge, err = h.o.Guard.Work(ctx); err != nil {
+		return nil, nil, err
+	}
+	end, err = h.o.Guard.Bundle(ctx)
+	return end, charge, err
+}
+
 // pull is one bundle under way.
 type pull struct {
 	h      *Handler
@@ -334,9 +365,10 @@ type pull struct {
 	w      *bundle.Writer
 	flush  func() error
 	queue  *queue
-	client string // who asks, as client says
-	conn   string // the connection
-	about  string // the image, in messages
+	charge func(time.Duration) // takes what was worked for the client
+	client string              // who asks, as client says
+	conn   string              // the connection
+	about  string              // the image, in messages
 }
 
 func (p *pull) run(ctx context.Context, id string) error {
@@ -385,7 +417,7 @@ func (p *pull) run(ctx context.Context, id string) error {
 	if err != nil {
 		cancel()
 	}
-	p.meanwhile(plan.wait)
+	p.await(plan.wait)
 	if err := cmp.Or(err, plan.err); err != nil {
 		return err
 	}

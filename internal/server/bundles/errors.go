@@ -32,6 +32,8 @@ func wireError(err error, ref string) *bundle.Error {
 	var e *bundle.Error
 	code, message := bundle.CodeInternal, "the server failed; its log says how"
 	switch {
+	case isBeyond(err):
+		return &bundle.Error{Code: bundle.CodeUnavailable, Message: err.Error(), Ref: ref}
 	case isDenied(err):
 		return &bundle.Error{Code: bundle.CodeUnauthorized, Message: err.Error(), Ref: ref}
 	case errors.As(err, &e):
@@ -54,11 +56,17 @@ func isDenied(err error) bool {
 	return ok
 }
 
+// isBeyond reports whether a client is to wait, and nothing is wrong here.
+func isBeyond(err error) bool {
+	_, ok := errors.AsType[*guard.Beyond](err)
+	return ok
+}
+
 // errDamaged is returned, wrapped, when stored bytes are not what their digest
 // says.
 var errDamaged = errors.New("stored bytes are damaged")
 
-// retryAfter is an error of an upstream that says when to ask again; 0: it does not.
+// retryAfter is an error of an upstream, or of the guard, that says when to ask again; 0: it does not.
 type retryAfter interface {
 	error
 	RetryAfter() time.Duration
@@ -69,6 +77,9 @@ func writeError(w http.ResponseWriter, log *slog.Logger, err error, ref string) 
 	status, ok := statuses[e.Code]
 	if !ok {
 		status = http.StatusInternalServerError
+	}
+	if isBeyond(err) {
+		status = http.StatusTooManyRequests
 	}
 	if status >= 500 {
 		log.Error("bundle failed", "image", ref, "error", err)

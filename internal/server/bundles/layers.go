@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"time"
 
 	"github.com/opencontainers/go-digest"
 
@@ -17,6 +18,7 @@ import (
 	"hydrofoil.dev/foil/internal/server/catalog"
 	"hydrofoil.dev/foil/internal/server/dedup"
 	"hydrofoil.dev/foil/internal/server/restore"
+	"hydrofoil.dev/foil/internal/server/tcp"
 )
 
 // layerAnswer is an answer to a bundle.LayerRequest under way. A layer is reached as
@@ -28,6 +30,15 @@ type layerAnswer struct {
 	about string // the image, in messages
 	w     *bundle.Writer
 	flush func() error
+	// charge takes what was worked for the client.
+	charge func(time.Duration)
+}
+
+// meanwhile is Handler.meanwhile of an answer, charged to its client.
+func (a *layerAnswer) meanwhile(work func() error) error {
+	began := time.Now()
+	defer func() { a.charge(time.Since(began)) }()
+	return a.h.meanwhile(a.w, a.flush, work)
 }
 
 func (h *Handler) recipe(w http.ResponseWriter, r *http.Request) {
@@ -51,6 +62,12 @@ func (h *Handler) layer(w http.ResponseWriter, r *http.Request, send func(*layer
 		writeError(w, h.log, &bundle.Error{Code: bundle.CodeInvalid, Message: err.Error()}, "")
 		return
 	}
+	end, charge, err := h.begin(ctx)
+	if err != nil {
+		writeError(w, h.log, err, "")
+		return
+	}
+	defer end()
 	image, err := h.resolve(ctx, req.Image)
 	if err == nil && req.Layer >= len(image.Layers) {
 		err = &bundle.Error{Code: bundle.CodeInvalid, Message: fmt.Sprintf("it has %d layers, there is no layer %d", len(image.Layers), req.Layer)}
@@ -62,10 +79,10 @@ func (h *Handler) layer(w http.ResponseWriter, r *http.Request, send func(*layer
 
 	w.Header().Set("Content-Type", bundle.MediaTypeLayer)
 	w.WriteHeader(http.StatusOK)
-	slow := newPatient(w, h.o.Patience)
-	defer slow.end()
+	slow := tcp.NewPatient(w, h.o.Patience)
+	defer slow.End()
 	out := bundle.NewWriter(slow)
-	a := &layerAnswer{h: h, req: req, image: image, about: ref(image.Repository, image.Reference), w: out}
+	a := &layerAnswer{h: h, req: req, image: image, about: ref(image.Repository, image.Reference), w: out, charge: charge}
 	a.flush = func() error { return errors.Join(out.Flush(), slow.Flush()) }
 	err = out.Hello(bundle.Hello{Version: bundle.Version})
 	if err == nil {
@@ -96,7 +113,7 @@ func (a *layerAnswer) recipe(ctx context.Context) error {
 	var row catalog.Layer
 	var places *bundle.Places
 	var object io.ReadCloser
-	err := a.h.meanwhile(a.w, a.flush, func() (err error) {
+	err := a.meanwhile(func() (err error) {
 		r, encoded, err := a.h.described(ctx, a.image)
 		if err != nil {
 			return err
@@ -157,7 +174,12 @@ func (a *layerAnswer) openRecipe(ctx context.Context) (row catalog.Layer, object
 	if err == nil || !isDamage(err) {
 		return row, object, err
 	}
-	if err = a.h.o.Catalog.PutRecipe(ctx, row.Blob, catalog.Recipe{}); err != nil {
+	// Another one may have taken its place since it was looked up, and the object is gone.
+	now, err := a.h.o.Catalog.Layer(ctx, row.Blob)
+	if err == nil && now.Recipe == row.Recipe {
+		err = a.h.o.Catalog.PutRecipe(ctx, row.Blob, catalog.Recipe{})
+	}
+	if err != nil {
 		return row, nil, err
 	}
 	if row, err = a.h.o.Recipe(ctx, a.image, a.req.Layer); err != nil {
@@ -210,7 +232,7 @@ func (a *layerAnswer) contents(ctx context.Context) error {
 		return &bundle.Error{Code: bundle.CodeInvalid, Message: "no contents are wanted"}
 	}
 	var row catalog.Layer
-	err := a.h.meanwhile(a.w, a.flush, func() error {
+	err := a.meanwhile(func() error {
 		_, _, err := a.h.described(ctx, a.image) // what is damaged is repaired
 		if err == nil {
 			row, err = a.h.o.Catalog.Layer(ctx, a.image.Layers[a.req.Layer].Digest)

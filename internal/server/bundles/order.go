@@ -25,7 +25,7 @@ const guessKeeps = 64
 func (h *Handler) order(ctx context.Context, m *Resolved, x *planner.Index, encoded []byte) (planner.Order, error) {
 	return h.orders.Get(ctx, string(m.Config.Digest)+" "+string(x.TOC()), func(ctx context.Context) (planner.Order, error) {
 		key := planner.OrderKey(m.Config.Digest, x.TOC())
-		b, err := readObject(ctx, h.o.Objects, key, 1<<30)
+		b, err := objects.Read(ctx, h.o.Objects, key, 1<<30)
 		if err == nil {
 			var o planner.Order
 			if o, err = planner.DecodeOrder(b, m.Config.Digest, x.TOC(), x.Len()); err == nil {
@@ -40,7 +40,7 @@ func (h *Handler) order(ctx context.Context, m *Resolved, x *planner.Index, enco
 			return nil, fmt.Errorf("read TOC of %s: %w: %w", m.ChainID, errDamaged, err)
 		}
 		o := h.guess(ctx, m, x, t, m.Image.Config)
-		if err := h.save(ctx, key, o.Encode(m.Config.Digest, x.TOC())); err != nil {
+		if err := objects.Put(ctx, h.o.Objects, key, o.Encode(m.Config.Digest, x.TOC())); err != nil {
 			h.log.Warn("guessed order cannot be kept", "image", ref(m.Repository, m.Reference), "error", err)
 		}
 		return o, nil

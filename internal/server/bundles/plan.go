@@ -2,6 +2,7 @@ package bundles
 
 import (
 	"context"
+	"time"
 
 	"hydrofoil.dev/foil/internal/server/planner"
 	"hydrofoil.dev/foil/internal/server/startup"
@@ -27,6 +28,8 @@ func (p *pull) plan(ctx context.Context, d *planner.Difference, x *planner.Index
 	}
 	go func() {
 		defer close(l.done)
+		began := time.Now()
+		defer func() { p.charge(time.Since(began)) }()
 		var guess planner.Order
 		if set == nil && delivery == nil {
 			guess, l.err = p.h.serviceOrder(ctx, p.image, x, encoded, p.req.Image.Service(p.image.Image.Config))

@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 
+	"github.com/opencontainers/go-digest"
+
 	"hydrofoil.dev/foil/internal/format/layer"
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/server/catalog"
@@ -87,4 +89,12 @@ func (h *Handler) load(ctx context.Context, m *Resolved, rootfs func(context.Con
 	}
 	x, err = h.index(ctx, r, encoded)
 	return r, encoded, x, err
+}
+
+// Remade forgets what is in memory of a rootfs whose frame index was made anew.
+func (h *Handler) Remade(toc digest.Digest) { h.indices.Drop(string(toc)) }
+
+// LostSet has the startup pages of an image built anew, whose object is lost or damaged.
+func (h *Handler) LostSet(ctx context.Context, m catalog.StartupImage, why error) {
+	h.sets.Lost(ctx, m, why)
 }

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"runtime"
 
 	"github.com/opencontainers/go-digest"
@@ -120,7 +119,7 @@ func (r *Resolved) resolveManifest(ctx context.Context, cat catalog.Repositories
 	if blob.Size != c.Size {
 		return otherSize(about, "config", c, blob.Size)
 	}
-	b, err := readObject(ctx, store, catalog.BlobKey(c.Digest), bundle.MaxManifest)
+	b, err := objects.Read(ctx, store, catalog.BlobKey(c.Digest), bundle.MaxManifest)
 	if err == nil && c.Digest.Algorithm().FromBytes(b) != c.Digest {
 		err = errDamaged
 	}
@@ -222,25 +221,4 @@ func notFound(err error, message string) error {
 		return &bundle.Error{Code: bundle.CodeNotFound, Message: message}
 	}
 	return err
-}
-
-// readObject reads a whole object of at most limit bytes.
-func readObject(ctx context.Context, store objects.Store, key string, limit int64) ([]byte, error) {
-	size, err := store.Stat(ctx, key)
-	if err != nil {
-		return nil, err
-	}
-	if size > limit {
-		return nil, fmt.Errorf("object %s has %d bytes, at most %d", key, size, limit)
-	}
-	r, err := store.Open(ctx, key, 0, -1)
-	if err != nil {
-		return nil, err
-	}
-	defer r.Close()
-	b := make([]byte, size)
-	if _, err := io.ReadFull(r, b); err != nil {
-		return nil, fmt.Errorf("object %s: %w", key, err)
-	}
-	return b, nil
 }

@@ -38,7 +38,7 @@ func (h *Handler) rootfs(ctx context.Context, m *Resolved, get func(context.Cont
 
 // encodedTOC reads the TOC of a rootfs, verified.
 func (h *Handler) encodedTOC(ctx context.Context, r catalog.Rootfs) ([]byte, error) {
-	b, err := readObject(ctx, h.o.Objects, r.Key, bundle.MaxImage-4*bundle.MaxManifest)
+	b, err := objects.Read(ctx, h.o.Objects, r.Key, bundle.MaxImage-4*bundle.MaxManifest)
 	if err != nil {
 		return nil, fmt.Errorf("read TOC of %s: %w", r.ChainID, err)
 	}
@@ -85,26 +85,13 @@ func (h *Handler) cachedIndex(ctx context.Context, r catalog.Rootfs, encoded []b
 	})
 }
 
-// save stores an object.
-func (h *Handler) save(ctx context.Context, key string, b []byte) error {
-	w, err := h.o.Objects.Create(ctx, key)
-	if err != nil {
-		return err
-	}
-	defer w.Close()
-	if _, err := w.Write(b); err != nil {
-		return err
-	}
-	return w.Commit()
-}
-
 // errOutdated is why an index is built anew whose segments have moved to other packs.
 var errOutdated = errors.New("some of its packs are gone")
 
 // loadIndex reads the index object, or builds it anew and keeps it.
 func (h *Handler) loadIndex(ctx context.Context, r catalog.Rootfs, t *toc.TOC) (*planner.Index, error) {
 	if r.Index != "" {
-		b, err := readObject(ctx, h.o.Objects, r.Index, 1<<30)
+		b, err := objects.Read(ctx, h.o.Objects, r.Index, 1<<30)
 		if err == nil {
 			var x *planner.Index
 			if x, err = planner.Decode(b, t, r.TOC); err == nil {
@@ -136,7 +123,7 @@ func (h *Handler) loadIndex(ctx context.Context, r catalog.Rootfs, t *toc.TOC) (
 
 func (h *Handler) saveIndex(ctx context.Context, r catalog.Rootfs, x *planner.Index) error {
 	r.Index = "indices/" + strings.Replace(string(r.TOC), ":", "/", 1) + "-" + objects.Random()
-	if err := h.save(ctx, r.Index, x.Encode()); err != nil {
+	if err := objects.Put(ctx, h.o.Objects, r.Index, x.Encode()); err != nil {
 		return err
 	}
 	return h.o.Catalog.PutRootfs(ctx, r)

@@ -40,8 +40,8 @@ type stream struct {
 	owner
 }
 
-// owner is who began a stream, and the repository of what it sends.
-type owner struct{ subject, repository string }
+// owner is who began a stream, and of what it sends: the repository, and the digest of the manifest.
+type owner struct{ subject, repository, reference string }
 
 // add gives a queue an ID that nobody can guess: where the server is open it is the only
 // permission that a promotion needs.

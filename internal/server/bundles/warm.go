@@ -9,6 +9,7 @@ import (
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/server/guard"
 	"hydrofoil.dev/foil/internal/server/login"
+	"hydrofoil.dev/foil/internal/server/tcp"
 )
 
 // Warming up asks nobody who they are: a worker does it before it has anything to pull. Where the server is not open
@@ -39,8 +40,8 @@ func (h *Handler) warm(w http.ResponseWriter, r *http.Request) {
 	}
 	w.Header().Set("Content-Type", "application/octet-stream")
 	w.Header().Set("Content-Length", strconv.FormatInt(ask.Bytes, 10))
-	slow := newPatient(w, h.o.Patience)
-	defer slow.end()
+	slow := tcp.NewPatient(w, h.o.Patience)
+	defer slow.End()
 	for zeros := make([]byte, 64<<10); ask.Bytes > 0; {
 		n, err := slow.Write(zeros[:min(ask.Bytes, int64(len(zeros)))])
 		if err != nil {

@@ -4,6 +4,7 @@ package cache
 import (
 	"container/list"
 	"context"
+	"errors"
 	"sync"
 
 	"golang.org/x/sync/singleflight"
@@ -19,9 +20,16 @@ type Cache[V any] struct {
 	used    int64                    // guarded by mu
 	recent  list.List                // guarded by mu: *cached[V], the last used in front
 	entries map[string]*list.Element // guarded by mu
+	closed  bool                     // guarded by mu
 
 	loads singleflight.Group
+	ctx   context.Context // of loads; ends with Close
+	stop  context.CancelFunc
+	work  sync.WaitGroup // loads that run
 }
+
+// ErrClosed is returned by Get after Close.
+var ErrClosed = errors.New("the server is shutting down")
 
 type cached[V any] struct {
 	key   string
@@ -31,11 +39,32 @@ type cached[V any] struct {
 
 // New returns an empty Cache of values that cost at most limit bytes together.
 func New[V any](limit int64, cost func(V) int64) *Cache[V] {
-	return &Cache[V]{limit: limit, cost: cost, entries: map[string]*list.Element{}}
+	c := &Cache[V]{limit: limit, cost: cost, entries: map[string]*list.Element{}}
+	c.ctx, c.stop = context.WithCancel(context.Background())
+	return c
+}
+
+// Close ends the loads that run, and waits for them: nobody may wait for them any more, and they go on all the same.
+func (c *Cache[V]) Close() {
+	c.mu.Lock()
+	c.closed = true
+	c.mu.Unlock()
+	c.stop()
+	c.work.Wait()
+}
+
+// begin reports whether a load may run. If so it ends with a call of c.work.Done.
+func (c *Cache[V]) begin() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if !c.closed {
+		c.work.Add(1)
+	}
+	return !c.closed
 }
 
 // Get returns the value of key, from load if it is not here. Whoever waits for
-// another's load gets its value or its error; load goes on when ctx ends.
+// another's load gets its value or its error; load goes on when ctx ends, until Close.
 func (c *Cache[V]) Get(ctx context.Context, key string, load func(context.Context) (V, error)) (V, error) {
 	if v, ok := c.find(key); ok {
 		return v, nil
@@ -45,7 +74,15 @@ func (c *Cache[V]) Get(ctx context.Context, key string, load func(context.Contex
 		if v, ok := c.find(key); ok {
 			return v, nil
 		}
-		v, err := load(context.WithoutCancel(ctx))
+		var v V
+		if !c.begin() {
+			return v, ErrClosed
+		}
+		defer c.work.Done()
+		own, cancel := context.WithCancel(context.WithoutCancel(ctx))
+		defer cancel()
+		defer context.AfterFunc(c.ctx, cancel)()
+		v, err := load(own)
 		if err == nil {
 			c.Put(key, v)
 		}

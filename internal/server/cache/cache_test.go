@@ -83,3 +83,32 @@ func TestCacheLoadsOnce(t *testing.T) {
 		t.Errorf("after an error: %d, %v", v, err)
 	}
 }
+
+// Close ends a load for which nobody waits any more, and waits for it. After it nothing is loaded.
+func TestCacheCloses(t *testing.T) {
+	c := New(100, func(int) int64 { return 1 })
+	loading, left := make(chan struct{}), false
+	load := func(ctx context.Context) (int, error) {
+		close(loading)
+		<-ctx.Done()
+		left = true
+		return 0, ctx.Err()
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	go func() {
+		_, err := c.Get(ctx, "a", load)
+		ended <- err
+	}()
+	<-loading
+	cancel()
+	if err := <-ended; !errors.Is(err, context.Canceled) {
+		t.Errorf("who gives up gets %v", err)
+	}
+	if c.Close(); !left {
+		t.Error("the load goes on")
+	}
+	if _, err := c.Get(t.Context(), "b", func(context.Context) (int, error) { return 1, nil }); !errors.Is(err, ErrClosed) {
+		t.Errorf("after Close: %v", err)
+	}
+}

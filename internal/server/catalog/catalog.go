@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"iter"
+	"strings"
 	"time"
 
 	"github.com/opencontainers/go-digest"
@@ -146,6 +147,9 @@ type Dedup interface {
 	// WithoutRecipe returns at most limit layers after the given one, in byte order
 	// of their digests, that were ingested, not refused, and have no recipe.
 	WithoutRecipe(ctx context.Context, after digest.Digest, limit int) ([]Layer, error)
+	// NotLooked returns at most limit layers after the given one, in the same order, that have a recipe of which nobody
+	// has looked for how the blob was compressed (Recipe.Looked).
+	NotLooked(ctx context.Context, after digest.Digest, limit int) ([]Layer, error)
 	// PutRootfs records a flattened rootfs.
 	PutRootfs(ctx context.Context, r Rootfs) error
 	// Rootfs returns it. Errors: ErrNotFound.
@@ -195,11 +199,20 @@ type Layer struct {
 
 // Recipe is where the recipe of a layer rests (package recipe). The zero value is
 // that of a layer whose recipe nobody has made yet, or that was refused.
+//
+// Its key says whether somebody has looked for how the blob was compressed: then it ends in a dot and the word for what
+// was found (recipe.Compression). So whoever has the key knows, and every change of that has a key of its own.
 type Recipe struct {
 	Key    string        // in the object store
 	Digest digest.Digest // of the recipe
 	Size   int64         // of the recipe, bytes
 }
+
+// Looked reports whether somebody has looked for how the blob was compressed.
+func (r Recipe) Looked() bool { return strings.Contains(r.Key, ".") }
+
+// Proven reports whether the blob can be made again by the recipe.
+func (r Recipe) Proven() bool { return r.Looked() && !strings.HasSuffix(r.Key, ".intact") }
 
 // Rootfs is a flattened stack of layers.
 type Rootfs struct {

@@ -277,6 +277,13 @@ func (w *Writer) drop() {
 	}
 }
 
+// newKey returns a name that no pack has.
+func newKey() string {
+	var name [16]byte
+	rand.Read(name[:]) //nolint:errcheck // never fails
+	return fmt.Sprintf("%s%x/%x", prefix, name[0], name)
+}
+
 func (w *Writer) writeFrame(f *frame) error {
 	p := &w.pack
 	if err := p.add(w.ctx, w.store.Objects, f.encoded, f.segments); err != nil {
@@ -291,9 +298,7 @@ func (w *Writer) writeFrame(f *frame) error {
 // add adds a frame, to a new pack if none is being written.
 func (p *packWriter) add(ctx context.Context, store objects.Store, encoded []byte, segments []catalog.FrameSegment) error {
 	if p.w == nil {
-		var name [16]byte
-		rand.Read(name[:]) //nolint:errcheck // never fails
-		*p = packWriter{key: fmt.Sprintf("%s%x/%x", prefix, name[0], name), table: p.table[:0]}
+		*p = packWriter{key: newKey(), table: p.table[:0]}
 		object, err := store.Create(ctx, p.key)
 		if err != nil {
 			return fmt.Errorf("create pack %s: %w", p.key, err)

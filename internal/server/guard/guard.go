@@ -13,6 +13,9 @@
 //	[certificates]
 //	[[issuer]]
 //	[limits]                           # Limits
+//	[[quota]]                          # package holdings says what these have
+//	[[immutable]]
+//	[[retention]]
 //	[[group]]                          # package access says what these have
 //	[[rule]]
 //
@@ -29,7 +32,8 @@
 // /v2/ and the catalog are 401 without credentials, since clients look there for how to log in; a token of
 // anonymous counts as some.
 //
-// A nil *Guard is of a server that is open: everybody may do everything.
+// A nil *Guard is of a server that is open: everybody may do everything. One that Relay returns has neither
+// file nor rules: a Judge decides.
 package guard
 
 import (
@@ -45,12 +49,14 @@ import (
 	"net/netip"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/pelletier/go-toml/v2"
 	"github.com/prometheus/client_golang/prometheus"
 
 	"hydrofoil.dev/foil/internal/metrics"
 	"hydrofoil.dev/foil/internal/server/access"
+	"hydrofoil.dev/foil/internal/server/holdings"
 	"hydrofoil.dev/foil/internal/server/login"
 	"hydrofoil.dev/foil/internal/server/reread"
 )
@@ -70,24 +76,30 @@ type Options struct {
 // Guard says who may do what.
 type Guard struct {
 	log       *slog.Logger
-	audit     *slog.Logger // nil: there is none
-	file      *reread.File[*policy]
+	audit     *slog.Logger          // nil: there is none
+	file      *reread.File[*policy] // nil: there is a judge
+	fixed     *policy               // beside a judge
+	judge     Judge                 // nil: rules decide
 	decisions *prometheus.CounterVec
 	logins    *prometheus.CounterVec
 	limited   *prometheus.CounterVec
+	delayed   prometheus.Counter
+	untagged  prometheus.Counter
 }
 
 // policy is what one version of the configuration says.
 type policy struct {
-	rules   *access.Rules
-	logins  *login.Logins
-	proxies []netip.Prefix
-	quotas  *quotas
+	rules    *access.Rules
+	logins   *login.Logins
+	proxies  []netip.Prefix
+	quotas   *quotas
+	holdings *holdings.Rules
 }
 
 // config is the file.
 type config struct {
 	login.Config
+	holdings.Settings
 	Proxies []netip.Prefix       `toml:"trusted-proxies"`
 	Limits  Limits               `toml:"limits"`
 	Groups  []access.GroupConfig `toml:"group"`
@@ -114,6 +126,15 @@ func parse(b []byte) (c config, rules *access.Rules, err error) {
 	return c, rules, err
 }
 
+// ParseHoldings reads what a configuration says about what repositories hold and keep, for explanations.
+func ParseHoldings(b []byte) (*holdings.Rules, error) {
+	c, _, err := parse(b)
+	if err != nil {
+		return nil, err
+	}
+	return holdings.New(c.Settings)
+}
+
 // ParseRules reads the rules of a configuration, for explanations.
 func ParseRules(b []byte) (*access.Rules, error) {
 	_, rules, err := parse(b)
@@ -122,24 +143,10 @@ func ParseRules(b []byte) (*access.Rules, error) {
 
 // Open reads the configuration.
 func Open(o Options) (*Guard, error) {
-	if o.Log == nil {
-		o.Log = slog.Default()
-	}
-	state, err := login.Open(o.Keys, o.Log)
+	g := newGuard(o.Audit, o.Log)
+	state, err := login.Open(o.Keys, g.log)
 	if err != nil {
 		return nil, err
-	}
-	g := &Guard{
-		log: o.Log,
-		decisions: metrics.Counters(prometheus.CounterOpts{Name: "foil_serve_access_total",
-			Help: "Decisions about rights, by the right that was asked for."}, []string{"right", "result"}, decisionLabels()...),
-		logins: metrics.Counters(prometheus.CounterOpts{Name: "foil_serve_logins_total",
-			Help: "Requests by how their sender is known; failed: the credentials do not count; slowed: after too many failures, or logins at once."}, []string{"way", "result"}, loginLabels()...),
-		limited: metrics.Counters(prometheus.CounterOpts{Name: "foil_serve_limited_total",
-			Help: "Requests that were answered with 429 because their client has sent too many, a second (requests) or at once (parallel)."}, []string{"limit"}, metrics.Each(limitRequests, limitParallel)...),
-	}
-	if o.Audit != nil {
-		g.audit = slog.New(slog.NewJSONHandler(o.Audit, nil))
 	}
 	g.file = &reread.File[*policy]{
 		Path: o.File,
@@ -153,7 +160,11 @@ func Open(o Options) (*Guard, error) {
 				return nil, err
 			}
 			quotas, err := newQuotas(c.Limits)
-			return &policy{rules: rules, logins: logins, proxies: c.Proxies, quotas: quotas}, err
+			if err != nil {
+				return nil, err
+			}
+			kept, err := holdings.New(c.Settings)
+			return &policy{rules: rules, logins: logins, proxies: c.Proxies, quotas: quotas, holdings: kept}, err
 		},
 		Failed:  func(err error) { g.log.Error("rules and logins stay as they were", "error", err) },
 		Changed: func() { g.log.Info("rules and logins were read again", "file", o.File) },
@@ -166,6 +177,30 @@ func Open(o Options) (*Guard, error) {
 		return nil, fmt.Errorf("rules of access: %w", err)
 	}
 	return g, nil
+}
+
+// newGuard returns a Guard that knows nothing yet.
+func newGuard(audit io.Writer, log *slog.Logger) *Guard {
+	if log == nil {
+		log = slog.Default()
+	}
+	g := &Guard{
+		log: log,
+		decisions: metrics.Counters(prometheus.CounterOpts{Name: "foil_serve_access_total",
+			Help: "Decisions about rights, by the right that was asked for."}, []string{"right", "result"}, decisionLabels()...),
+		logins: metrics.Counters(prometheus.CounterOpts{Name: "foil_serve_logins_total",
+			Help: "Requests by how their sender is known; failed: the credentials do not count; slowed: after too many failures, or logins at once."}, []string{"way", "result"}, loginLabels()...),
+		limited: metrics.Counters(prometheus.CounterOpts{Name: "foil_serve_limited_total",
+			Help: "Requests that were refused because of a limit of the file of access: one of [limits], a quota, or an immutable tag."}, []string{"limit"}, metrics.Each(limits...)...),
+		untagged: prometheus.NewCounter(prometheus.CounterOpts{Name: "foil_serve_untagged_total",
+			Help: "Tags that rules of retention did not keep."}),
+		delayed: prometheus.NewCounter(prometheus.CounterOpts{Name: "foil_serve_delayed_seconds_total",
+			Help: "How long bodies of requests and answers were held up to keep to [limits] bytes."}),
+	}
+	if audit != nil {
+		g.audit = slog.New(slog.NewJSONHandler(audit, nil))
+	}
+	return g
 }
 
 func decisionLabels() (all [][]string) {
@@ -189,14 +224,30 @@ func (g *Guard) Metrics() metrics.Collectors {
 	if g == nil {
 		return nil
 	}
-	return metrics.Collectors{g.decisions, g.limited, g.logins}
+	return metrics.Collectors{g.decisions, g.delayed, g.limited, g.logins, g.untagged}
 }
 
 // Logins are the ways to log in, as they are now.
 func (g *Guard) Logins() *login.Logins { return g.now().logins }
 
+// Holdings are the rules about what repositories hold and keep, as they are now. Not to be called of nil.
+func (g *Guard) Holdings() *holdings.Rules { return g.now().holdings }
+
+// Untagged counts a tag that no rule of retention kept.
+func (g *Guard) Untagged() { g.untagged.Inc() }
+
+// Audit writes a line about something that the server does by itself.
+func (g *Guard) Audit(what string, about ...any) {
+	if g != nil && g.audit != nil {
+		g.audit.Info(what, about...)
+	}
+}
+
 // now is the policy that counts.
 func (g *Guard) now() *policy {
+	if g.fixed != nil {
+		return g.fixed
+	}
 	p, _ := g.file.Get() // it was read once, and stays
 	return p
 }
@@ -205,7 +256,22 @@ func (g *Guard) now() *policy {
 type caller struct {
 	login.Identity
 	address netip.Addr
+	client  Client
 	request *http.Request
+	began   time.Time
+	policy  *policy // of when it began
+
+	relayed       bool   // a judge decides
+	authorization string // then: what the request shows
+}
+
+// now is the policy that counts for what a caller wants. Of a request that has just begun it is the one that it was let in by;
+// one that goes on for long is asked anew.
+func (c *caller) now(g *Guard) *policy {
+	if time.Since(c.began) < time.Second {
+		return c.policy
+	}
+	return g.now()
 }
 
 type callerKey struct{}
@@ -215,9 +281,10 @@ func from(ctx context.Context) *caller {
 	return c
 }
 
-// Subject names who sends a request; empty where the server is open.
+// Subject names who sends a request; empty where the server is open, or a judge decides: there whoever knows
+// the name of a stream, which nobody can guess, and may pull its repository, is who began it. Tokens change meanwhile.
 func Subject(ctx context.Context) string {
-	if c := from(ctx); c != nil {
+	if c := from(ctx); c != nil && !c.relayed {
 		return c.Name
 	}
 	return ""
@@ -240,8 +307,12 @@ func (g *Guard) Wrap(next http.Handler, open func(*http.Request) bool) http.Hand
 	}
 	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		p := g.now()
-		c := &caller{address: p.address(req), request: req}
-		if open(req) {
+		c := &caller{address: p.address(req), request: req, began: time.Now(), policy: p}
+		if g.judge != nil {
+			if !g.relay(w, req, c, open(req)) {
+				return
+			}
+		} else if open(req) {
 			c.Name, c.Way = access.Anonymous, login.WayNone
 		} else {
 			id, err := p.logins.Identify(req, c.address)
@@ -252,12 +323,15 @@ func (g *Guard) Wrap(next http.Handler, open func(*http.Request) bool) http.Hand
 			c.Identity = *id
 			g.logins.WithLabelValues(id.Way, "known").Inc()
 		}
-		end, beyond, after := p.quotas.begin(clientOf(c, open(req)))
-		if beyond != "" {
-			g.tooMany(w, beyond, after)
+		c.client = clientOf(c, open(req))
+		end, err := g.begin(p.quotas, c.client)
+		if err != nil {
+			tooMany(w, err)
 			return
 		}
 		defer end()
+		w, paid := g.paced(p.quotas, w, req, c.client)
+		defer paid()
 		next.ServeHTTP(w, req.WithContext(context.WithValue(req.Context(), callerKey{}, c)))
 	})
 }
@@ -378,13 +452,22 @@ func (g *Guard) Check(ctx context.Context, right access.Right, repository string
 	if c == nil {
 		return errUnguarded
 	}
-	p := g.now()
-	allowed, rule := p.allows(c, right, repository)
-	g.decided(c, right, repository, about, allowed, rule)
-	if allowed {
+	if g.judge != nil {
+		err := g.judged(ctx, c, right, repository, about)
+		if _, denied := errors.AsType[*Denied](err); denied || err == nil {
+			g.decided(c, right, repository, about, err == nil, nil)
+		}
+		return err
+	}
+	p := c.now(g)
+	allowed, rule := p.rules.Decide(c.Subject, right, repository)
+	within := c.Within(right, repository)
+	g.decided(c, right, repository, about, allowed && within, rule)
+	if allowed && within {
 		return nil
 	}
-	d := &Denied{Right: right, Repository: repository, Unknown: c.Name == access.Anonymous}
+	// Clients get an external token for what they are about to do, and another one when a challenge names more.
+	d := &Denied{Right: right, Repository: repository, Unknown: c.Name == access.Anonymous || allowed}
 	if d.Unknown {
 		d.Challenge = p.logins.Challenge(c.request, login.Scope(right, repository), false)
 	}
@@ -400,7 +483,10 @@ func (g *Guard) Known(ctx context.Context, scope string) error {
 	if c == nil {
 		return errUnguarded
 	}
-	p := g.now()
+	if g.judge != nil {
+		return g.judged(ctx, c, access.Pull, "", nil)
+	}
+	p := c.now(g)
 	if c.Shown || !p.logins.Any() {
 		return nil
 	}
@@ -408,7 +494,7 @@ func (g *Guard) Known(ctx context.Context, scope string) error {
 }
 
 // May is Check for one of many, as the names in a list: it is in no log.
-func (g *Guard) May(ctx context.Context, right access.Right, repository string) bool {
+func (g *Guard) May(ctx context.Context, right access.Right, repository string, about ...string) bool {
 	if g == nil {
 		return true
 	}
@@ -416,7 +502,24 @@ func (g *Guard) May(ctx context.Context, right access.Right, repository string) 
 	if c == nil {
 		return false
 	}
+	if g.judge != nil {
+		return g.judged(ctx, c, right, repository, about) == nil
+	}
 	allowed, _ := g.now().allows(c, right, repository)
+	return allowed
+}
+
+// Lists reports whether a repository is listed for who sends a request: who may pull it. A token that grants the catalog
+// names no repositories.
+func (g *Guard) Lists(ctx context.Context, repository string) bool {
+	if g.May(ctx, access.Pull, repository) {
+		return true
+	}
+	c := from(ctx)
+	if c == nil || !c.WithinCatalog() {
+		return false
+	}
+	allowed, _ := g.now().rules.Decide(c.Subject, access.Pull, repository)
 	return allowed
 }
 

@@ -1,19 +1,23 @@
 package guard_test
 
 import (
+	"context"
 	"crypto/ecdsa"
 	"crypto/elliptic"
 	"crypto/rand"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/go-jose/go-jose/v4"
@@ -23,6 +27,7 @@ import (
 	"hydrofoil.dev/foil/internal/metrics/metricstest"
 	"hydrofoil.dev/foil/internal/server/access"
 	"hydrofoil.dev/foil/internal/server/guard"
+	"hydrofoil.dev/foil/internal/server/limit"
 )
 
 const docs = "../../../docs/access.md"
@@ -277,5 +282,169 @@ func TestLimits(t *testing.T) {
 	}
 	if w := send(other, "/"); w.Code != 200 {
 		t.Errorf("another address: %d", w.Code)
+	}
+}
+
+// Bodies of a client keep to its rate, in both directions; its streams get equal shares, and others are not slowed down.
+func TestPace(t *testing.T) {
+	const size = 4 << 20
+	dir := t.TempDir()
+	g := open(t, dir, "[limits]\nbytes = \"1M\"\nparallel = 4\n[[rule]]\nto = [\"everyone\"]\nallow = [\"pull\"]\nrepositories = [\"**\"]\n")
+	synctest.Test(t, func(t *testing.T) {
+		began := time.Now()
+		h := g.Wrap(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+			var err error
+			var n int64
+			if req.Method == "PUT" {
+				n, err = io.Copy(io.Discard, req.Body)
+			} else {
+				n, err = io.Copy(w, strings.NewReader(strings.Repeat("x", size)))
+			}
+			if err != nil || n != size {
+				t.Errorf("%s: %d bytes, %v", req.Method, n, err)
+			}
+		}), func(*http.Request) bool { return false })
+		var all sync.WaitGroup
+		for _, test := range []struct {
+			method, address string
+			least, most     time.Duration
+		}{
+			// Either may have had the whole burst, a second's.
+			{"GET", "192.0.2.1:1", 5800 * time.Millisecond, 7 * time.Second}, {"PUT", "192.0.2.1:2", 5800 * time.Millisecond, 7 * time.Second},
+			{"GET", "192.0.2.2:1", 3 * time.Second, 3 * time.Second},
+		} {
+			all.Go(func() {
+				req := httptest.NewRequest(test.method, "/", strings.NewReader(strings.Repeat("x", size)))
+				req.RemoteAddr = test.address
+				h.ServeHTTP(httptest.NewRecorder(), req)
+				if took := time.Since(began).Round(10 * time.Millisecond); took < test.least || took > test.most {
+					t.Errorf("%s of %s: %v, want %v to %v", test.method, test.address, took, test.least, test.most)
+				}
+			})
+		}
+		all.Wait()
+		if took := time.Since(began); took < 6800*time.Millisecond || took > 7*time.Second { // the last pieces wait for nobody
+			t.Errorf("8 MiB at 1 MiB a second with a burst of one: %v", took)
+		}
+	})
+	// Who goes away does not wait.
+	ctx, cancel := context.WithCancel(t.Context())
+	h := g.Wrap(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		cancel()
+		if n, err := io.Copy(w, strings.NewReader(strings.Repeat("x", 64*size))); !errors.Is(err, context.Canceled) || n >= 64*size {
+			t.Errorf("%d bytes, %v", n, err)
+		}
+	}), func(*http.Request) bool { return false })
+	h.ServeHTTP(httptest.NewRecorder(), httptest.NewRequestWithContext(ctx, "GET", "/", nil))
+}
+
+// What was worked for a client is paid off in the course of an hour.
+func TestWork(t *testing.T) {
+	g := open(t, t.TempDir(), "[limits]\nwork = \"6m\"\n[[rule]]\nto = [\"everyone\"]\nallow = [\"pull\"]\nrepositories = [\"**\"]\n")
+	synctest.Test(t, func(t *testing.T) {
+		work := func(address string, d time.Duration) time.Duration {
+			t.Helper()
+			after := time.Duration(0)
+			h := g.Wrap(http.HandlerFunc(func(_ http.ResponseWriter, req *http.Request) {
+				charge, err := g.Work(req.Context())
+				if e, ok := errors.AsType[*guard.Beyond](err); ok {
+					after = e.After
+				} else if err != nil {
+					t.Error(err)
+				} else {
+					charge(d)
+				}
+			}), func(*http.Request) bool { return false })
+			req := httptest.NewRequest("GET", "/", nil)
+			req.RemoteAddr = address
+			h.ServeHTTP(httptest.NewRecorder(), req)
+			return after
+		}
+		const one, other = "192.0.2.1:1", "192.0.2.2:1"
+		if after := work(one, 5*time.Minute); after != 0 {
+			t.Errorf("the first: %v", after)
+		}
+		if after := work(one, 20*time.Minute); after != 0 { // what has begun goes on
+			t.Errorf("within the hour's 6 minutes: %v", after)
+		}
+		if after := work(one, 0).Round(time.Second); after != 190*time.Minute {
+			t.Errorf("19 minutes too many: after %v, want 3h10m", after)
+		}
+		if after := work(other, time.Second); after != 0 {
+			t.Errorf("another client: %v", after)
+		}
+		time.Sleep(191 * time.Minute)
+		if after := work(one, 0); after != 0 {
+			t.Errorf("after that: %v", after)
+		}
+	})
+}
+
+// Limits that make no sense are refused.
+func TestStrictLimits(t *testing.T) {
+	for limits, want := range map[string]string{
+		"bytes = \"1K\"":                   "streams would look dead",
+		"bytes = \"1M\"\nparallel = 10000": "at least 81920000",
+		"upload-idle = \"10m\"":            "at least an hour",
+		"work = \"1ms\"":                   "at least a second",
+		"uploads = -1":                     "above 0",
+		"bundle = 1":                       "there is no setting limits.bundle",
+		"upload-bytes = \"much\"":          "want bytes like 500M",
+	} {
+		dir := t.TempDir()
+		file := filepath.Join(dir, "access.toml")
+		if err := os.WriteFile(file, []byte("[limits]\n"+limits+"\n[[rule]]\nto = [\"everyone\"]\nallow = [\"pull\"]\nrepositories = [\"**\"]\n"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		_, err := guard.Open(guard.Options{File: file, Keys: filepath.Join(dir, "keys.json")})
+		if err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: %v, want %q", limits, err, want)
+		}
+	}
+}
+
+// What the document says about how much can be written, is.
+func TestDocumentedLimits(t *testing.T) {
+	for _, name := range []string{"limits", "holdings"} {
+		g := open(t, t.TempDir(), setup(t, name))
+		if got := ask(g, nil, access.Pull, "any"); got != "yes" {
+			t.Errorf("%s: %s", name, got)
+		}
+		if l := g.Limits(); name == "limits" && (l.Bytes != 50<<20 || l.Work != limit.Duration(10*time.Minute) || l.UploadIdle != limit.Duration(24*time.Hour) || l.Uploads != 100) {
+			t.Errorf("%+v", l)
+		}
+		if h := g.Holdings(); name == "holdings" && (h.Every() != 6*time.Hour || len(h.Quotas("team/dev/x")) != 2 || h.Immutable("a", "v1") != "releases" || !h.Retains("team/dev/x")) {
+			t.Errorf("%+v", h)
+		}
+	}
+}
+
+// A token of an external service that grants less than rules allow is to be exchanged for one that grants it; what rules
+// deny stays denied, whatever a token grants.
+func TestExternalTokensThatGrantTooLittle(t *testing.T) {
+	dir, i := t.TempDir(), newIssuer(t)
+	g := open(t, dir, fmt.Sprintf("[external-tokens]\nurl = \"https://auth.example/token\"\nservice = \"registry.example\"\nissuer = \"auth.example\"\nkeys = %q\n"+
+		"[[rule]]\nto = [\"token:s\"]\nallow = [\"pull\", \"push\"]\nrepositories = [\"mine/**\"]\n", i.URL+"/keys"))
+	grants := func(repository string, actions ...string) func(*http.Request) {
+		token := i.token("auth.example", map[string]any{"access": []map[string]any{{"type": "repository", "name": repository, "actions": actions}}})
+		return func(r *http.Request) { r.Header.Set("Authorization", "Bearer "+token) }
+	}
+	for _, test := range []struct {
+		who        func(*http.Request)
+		right      access.Right
+		repository string
+		want       string
+	}{
+		{grants("mine/app", "pull"), access.Pull, "mine/app", "yes"},
+		{grants("mine/app", "pull"), access.Push, "mine/app", "login"},
+		{grants("mine/app", "pull", "push"), access.Push, "mine/app", "yes"},
+		{grants("mine/app", "pull"), access.Pull, "mine/other", "login"},
+		{grants("mine/app", "*"), access.Delete, "mine/app", "no"},
+		{grants("other/app", "*"), access.Pull, "other/app", "no"},
+		{grants("mine/app", "*"), access.Pull, "other/app", "no"},
+	} {
+		if got := ask(g, test.who, test.right, test.repository); got != test.want {
+			t.Errorf("%s of %s: %s, want %s", test.right, test.repository, got, test.want)
+		}
 	}
 }

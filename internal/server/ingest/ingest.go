@@ -33,7 +33,8 @@
 // Its writer compares what it saw of the tar stream with what files gave, so a
 // recipe is right by what it is made from. It is not played at ingest: that takes a
 // tenth of the time of an ingest, and finds what reading the packs finds as well.
-// Who plays one compares the digest of what comes out.
+// Who plays one compares the digest of what comes out. How the blob was compressed is found out
+// later (Prove), and makes another recipe of the same.
 //
 // # Memory
 //
@@ -101,6 +102,9 @@ type Ingester struct {
 	work    work // layers that are being read
 	once    sync.Once
 	slots   chan struct{} // set by once
+
+	mu   sync.Mutex
+	next chan struct{} // guarded by mu: closed when a layer has a recipe; nil: nobody waits
 }
 
 // Close ends what is under way and waits for it.
@@ -185,6 +189,7 @@ func (g *Ingester) layer(ctx context.Context, d Descriptor) (catalog.Layer, erro
 	if err := g.Catalog.PutLayer(ctx, row, keep.Packs()...); err != nil {
 		return catalog.Layer{}, fmt.Errorf("ingest layer %s: %w", d.Digest, err)
 	}
+	g.arrive()
 	if result = ingested; refusal != nil {
 		result = refused
 	}
@@ -390,7 +395,7 @@ func (g *Ingester) flattenAnew(ctx context.Context, rows []catalog.Layer) (catal
 	}
 	d := toc.Digest(encoded)
 	r := catalog.Rootfs{ChainID: chain, TOC: d, Key: tocKey(d)}
-	if err := g.put(ctx, r.Key, encoded); err != nil {
+	if err := objects.Put(ctx, g.Objects, r.Key, encoded); err != nil {
 		return catalog.Rootfs{}, fmt.Errorf("store TOC of rootfs %s: %w", chain, err)
 	}
 	if err := g.Catalog.PutRootfs(ctx, r); err != nil {
@@ -420,16 +425,4 @@ func (g *Ingester) encode(ctx context.Context, rows []catalog.Layer) ([]byte, er
 		return nil, err
 	}
 	return toc.Encode(t)
-}
-
-func (g *Ingester) put(ctx context.Context, key string, b []byte) error {
-	w, err := g.Objects.Create(ctx, key)
-	if err != nil {
-		return err
-	}
-	defer w.Close()
-	if _, err := w.Write(b); err != nil {
-		return err
-	}
-	return w.Commit()
 }

@@ -29,10 +29,14 @@ import (
 const killedDir, killedAt = "FOIL_TEST_INGEST_DIR", "FOIL_TEST_INGEST_KILL_AT"
 
 func TestMain(m *testing.M) {
-	if dir := os.Getenv(killedDir); dir != "" {
+	for name, run := range map[string]func(dir string, at int) error{killedDir: ingestUntilKilled, provedDir: proveUntilKilled} {
+		dir := os.Getenv(name)
+		if dir == "" {
+			continue
+		}
 		at, err := strconv.Atoi(os.Getenv(killedAt))
 		if err == nil {
-			err = ingestUntilKilled(dir, at)
+			err = run(dir, at)
 		}
 		if err != nil {
 			os.Stderr.WriteString(err.Error())

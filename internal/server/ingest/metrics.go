@@ -3,6 +3,7 @@ package ingest
 import (
 	"github.com/prometheus/client_golang/prometheus"
 
+	"hydrofoil.dev/foil/internal/format/recipe"
 	"hydrofoil.dev/foil/internal/metrics"
 	"hydrofoil.dev/foil/internal/server/dedup"
 )
@@ -16,6 +17,8 @@ type Metrics struct {
 	bytes    *prometheus.CounterVec
 	segments *prometheus.CounterVec
 	recipes  prometheus.Counter
+	proofs   *prometheus.CounterVec
+	proved   *prometheus.CounterVec
 }
 
 // What became of a layer, and of a segment.
@@ -46,7 +49,12 @@ func NewMetrics() *Metrics {
 	}
 	m.recipes = prometheus.NewCounter(prometheus.CounterOpts{Name: "foil_serve_ingest_recipe_bytes_total",
 		Help: "Bytes of recipes that were made: what it takes beside contents to make the tar streams of layers again."})
-	m.Collectors = metrics.Collectors{m.layers, m.seconds, m.rootfs, m.bytes, m.segments, m.recipes}
+	kinds := metrics.Each(recipe.Unknown.String(), recipe.Plain.String(), recipe.Intact.String(), recipe.Reencoded.String(), recipe.Patched.String(), failed)
+	m.proofs = metrics.Counters(prometheus.CounterOpts{Name: "foil_serve_proof_layers_total",
+		Help: "Layers that were looked at for how their blobs were compressed: reencoded or patched (they can be made again from packs), plain (as well), intact (nothing is known that gives the same bytes), unknown (an encoder is not available), or failed."},
+		[]string{"result"}, kinds...)
+	m.proved = metrics.Counters(prometheus.CounterOpts{Name: "foil_serve_proof_bytes_total", Help: "The same in bytes of blobs."}, []string{"result"}, kinds...)
+	m.Collectors = metrics.Collectors{m.layers, m.seconds, m.rootfs, m.bytes, m.segments, m.recipes, m.proofs, m.proved}
 	return m
 }
 
@@ -75,6 +83,19 @@ func (m *Metrics) recipe(size int64) {
 	if m != nil {
 		m.recipes.Add(float64(size))
 	}
+}
+
+// proven counts a layer that was looked at.
+func (m *Metrics) proven(c recipe.Compression, size int64, err error) {
+	if m == nil {
+		return
+	}
+	result := c.String()
+	if err != nil {
+		result = failed
+	}
+	m.proofs.WithLabelValues(result).Inc()
+	m.proved.WithLabelValues(result).Add(float64(size))
 }
 
 // flattened counts a rootfs.

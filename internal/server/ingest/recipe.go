@@ -131,6 +131,7 @@ func (g *Ingester) makeRecipe(ctx context.Context, row catalog.Layer, slow func(
 		return fail(err)
 	}
 	row.Recipe = made
+	g.arrive()
 	g.Metrics.recipe(made.Size)
 	return row, nil
 }

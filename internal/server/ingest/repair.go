@@ -6,6 +6,8 @@ import (
 	"io"
 	"strings"
 
+	"github.com/opencontainers/go-digest"
+
 	"hydrofoil.dev/foil/internal/format/flatten"
 	"hydrofoil.dev/foil/internal/format/layer"
 	"hydrofoil.dev/foil/internal/format/segment"
@@ -13,7 +15,7 @@ import (
 )
 
 // Repair makes anew what is lost or damaged of all that a rootfs is served
-// from: it reads the entry list of every layer and every segment that it names,
+// from: it reads the entry list and the recipe of every layer and every segment that it names,
 // ingests those layers again of which something is wrong, and flattens. What
 // other images share with it is as whole afterwards. Calls at the same time, for
 // the same layers, do it once.
@@ -60,7 +62,7 @@ func (g *Ingester) repairLayer(ctx context.Context, d Descriptor, row catalog.La
 	}
 	if err == nil {
 		bad, err := g.store().Verify(ctx, ids)
-		if err != nil || len(bad) == 0 {
+		if err != nil || len(bad) == 0 && g.soundRecipe(ctx, row) {
 			return err
 		}
 		if err := g.Catalog.Forget(ctx, bad); err != nil {
@@ -100,6 +102,36 @@ func (g *Ingester) ingestAgain(ctx context.Context, d Descriptor) (catalog.Layer
 		err = g.Catalog.PutLayer(ctx, row, keep.Packs()...)
 	}
 	return row, err
+}
+
+// RepairLayer does the same for one layer that was ingested: its entry list, its recipe and its segments. Calls at the same time,
+// for one layer, do it once. Errors: those of Layer.
+func (g *Ingester) RepairLayer(ctx context.Context, blob digest.Digest) error {
+	_, err := g.flights.do(ctx, "repair layer "+blob.String(), func(ctx context.Context) (any, error) {
+		row, err := g.Catalog.Layer(ctx, blob)
+		if err != nil {
+			return nil, err
+		}
+		return nil, g.repairLayer(ctx, Descriptor{Digest: blob, DiffID: row.DiffID}, row)
+	})
+	if err != nil {
+		return fmt.Errorf("repair layer %s: %w", blob, err)
+	}
+	return nil
+}
+
+// soundRecipe reports whether the recipe of a layer is what was recorded, or none was made yet.
+func (g *Ingester) soundRecipe(ctx context.Context, row catalog.Layer) bool {
+	if row.Recipe.Key == "" {
+		return true
+	}
+	object, err := g.Objects.Open(ctx, row.Recipe.Key, 0, -1)
+	if err != nil {
+		return false
+	}
+	defer object.Close()
+	d, err := row.Recipe.Digest.Algorithm().FromReader(object)
+	return err == nil && d == row.Recipe.Digest
 }
 
 // listed returns the segments that the entry list of a layer names, each once.

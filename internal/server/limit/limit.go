@@ -46,6 +46,22 @@ func (b *Buckets[K]) Take(key K, n int) (ok bool, after time.Duration) {
 	return false, max(after, time.Millisecond)
 }
 
+// Charge takes n tokens of a key, though there may not be as many, and returns when the bucket will owe nothing any more: who
+// waits for that keeps to the rate, and those who wait for one bucket come in the order in which they were charged.
+func (b *Buckets[K]) Charge(key K, n int) (after time.Duration) {
+	now := time.Now()
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	l := b.of(key, now)
+	for {
+		part := min(n, b.burst)
+		after = l.ReserveN(now, part).DelayFrom(now)
+		if n -= part; n <= 0 {
+			return after
+		}
+	}
+}
+
 // of returns the bucket of a key. mu must be held.
 func (b *Buckets[K]) of(key K, now time.Time) *rate.Limiter {
 	if l := b.all[key]; l != nil {

@@ -15,8 +15,8 @@ const (
 	maxFailing = 10_000
 )
 
-// failures slows addresses down that fail to log in.
-type failures struct {
+// Failures slows addresses down that fail to log in.
+type Failures struct {
 	mu   *sync.Mutex
 	left map[netip.Addr]tries // guarded by mu
 }
@@ -31,8 +31,9 @@ func (t tries) now(now time.Time) tries {
 	return tries{min(failBurst, t.left+now.Sub(t.at).Seconds()/failEvery.Seconds()), now}
 }
 
-func newFailures() failures {
-	return failures{mu: new(sync.Mutex), left: make(map[netip.Addr]tries)}
+// NewFailures returns some of nobody.
+func NewFailures() Failures {
+	return Failures{mu: new(sync.Mutex), left: make(map[netip.Addr]tries)}
 }
 
 // Network is what counts as one client of an address: an IPv6 host has 2^64 of them.
@@ -46,8 +47,8 @@ func Network(a netip.Addr) netip.Addr {
 	return a
 }
 
-// check refuses an address that has failed too often.
-func (f *failures) check(a netip.Addr, way string) error {
+// Check refuses an address that has failed too often. Errors: *Error.
+func (f *Failures) Check(a netip.Addr, way string) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	t, ok := f.left[f.key(a)]
@@ -61,8 +62,8 @@ func (f *failures) check(a netip.Addr, way string) error {
 		After: time.Duration((1 - t.left) * float64(failEvery))}
 }
 
-// add counts a failure.
-func (f *failures) add(a netip.Addr) {
+// Add counts a failure.
+func (f *Failures) Add(a netip.Addr) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	now := time.Now()
@@ -84,7 +85,7 @@ func (f *failures) add(a netip.Addr) {
 }
 
 // key is under what an address is remembered. mu must be held.
-func (f *failures) key(a netip.Addr) netip.Addr {
+func (f *Failures) key(a netip.Addr) netip.Addr {
 	a = Network(a)
 	if _, ok := f.left[a]; ok || len(f.left) < maxFailing {
 		return a

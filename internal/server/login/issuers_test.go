@@ -4,6 +4,7 @@ import (
 	"crypto/ecdsa"
 	"crypto/elliptic"
 	"crypto/rand"
+	"encoding/base64"
 	"encoding/json"
 	"encoding/pem"
 	"fmt"
@@ -278,12 +279,40 @@ func TestExchange(t *testing.T) {
 		if got := identify(l, "Bearer "+a.Token); got != "ci:joe in ci:dev" {
 			t.Errorf("%s: its token is of %s", what, got)
 		}
-		// It would go on for ever.
-		for _, again := range []*http.Request{get(func(r *http.Request) { r.Header.Set("Authorization", "Bearer "+a.Token) }), get(func(r *http.Request) { r.SetBasicAuth("x", a.Token) }),
-			post(url.Values{"grant_type": {"refresh_token"}, "refresh_token": {a.Token}})} {
-			if _, err := l.Token(again, httptest.NewRecorder(), somewhere); err == nil {
-				t.Errorf("%s: a token for a token", what)
+		// One for a token ends when that does, and nothing refreshes it: they would go on for ever.
+		var first, second struct {
+			Expiry int64 `json:"exp"`
+		}
+		claims := func(raw string, to any) {
+			t.Helper()
+			b, err := base64.RawURLEncoding.DecodeString(strings.Split(raw, ".")[1])
+			if err == nil {
+				err = json.Unmarshal(b, to)
 			}
+			if err != nil {
+				t.Fatal(err)
+			}
+		}
+		claims(a.Token, &first)
+		for _, again := range []*http.Request{get(func(r *http.Request) {
+			r.Header.Set("Authorization", "Bearer "+a.Token)
+			r.URL.RawQuery += "&offline_token=true"
+		}), get(func(r *http.Request) { r.SetBasicAuth("x", a.Token) })} {
+			w := httptest.NewRecorder()
+			if _, err := l.Token(again, w, somewhere); err != nil {
+				t.Errorf("%s: a token for a token: %v", what, err)
+				continue
+			}
+			b := a
+			if err := json.Unmarshal(w.Body.Bytes(), &b); err != nil || b.Refresh != "" {
+				t.Errorf("%s: %v %s", what, err, w.Body)
+			}
+			if claims(b.Token, &second); second.Expiry > first.Expiry || b.Expires > a.Expires {
+				t.Errorf("%s: a token that ends at %d gave one that ends at %d", what, first.Expiry, second.Expiry)
+			}
+		}
+		if _, err := l.Token(post(url.Values{"grant_type": {"refresh_token"}, "refresh_token": {a.Token}}), httptest.NewRecorder(), somewhere); err == nil {
+			t.Errorf("%s: a token that refreshes itself", what)
 		}
 	}
 }
@@ -310,6 +339,13 @@ func TestExternalService(t *testing.T) {
 		if got := id.Within(test.right, test.repo); got != test.want {
 			t.Errorf("%s of %s: %v", test.right, test.repo, got)
 		}
+	}
+	if id.WithinCatalog() {
+		t.Error("it grants the catalog")
+	}
+	req.Header.Set("Authorization", "Bearer "+p.token(map[string]any{"access": []map[string]any{{"type": "registry", "name": "catalog", "actions": []string{"*"}}}}))
+	if id, err := l.Identify(req, somewhere); err != nil || !id.WithinCatalog() || id.Within(access.Pull, "base") {
+		t.Errorf("a token for the catalog alone: %+v, %v", id, err)
 	}
 	// By custom a token without a subject is nobody's; one without access grants nothing.
 	req.Header.Set("Authorization", "Bearer "+p.token(map[string]any{"sub": nil}))

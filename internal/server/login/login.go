@@ -44,6 +44,7 @@ import (
 	"log/slog"
 	"net/http"
 	"net/netip"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -117,7 +118,8 @@ type Identity struct {
 	// Bound is what an external token service grants; nil: everything that rules allow.
 	Bound []Bound
 
-	password string // of a user: the state of the line in the password file
+	password string    // of a user: the state of the line in the password file
+	expires  time.Time // of who has shown one of the server's own tokens: when that ends
 }
 
 // Bound is what an external token service grants for a repository.
@@ -143,6 +145,13 @@ func (i *Identity) Within(right access.Right, repository string) bool {
 		}
 	}
 	return false
+}
+
+// WithinCatalog reports whether a bound, if there is one, includes the names of all repositories.
+func (i *Identity) WithinCatalog() bool {
+	return i.Bound == nil || slices.ContainsFunc(i.Bound, func(b Bound) bool {
+		return b.Type == "registry" && b.Name == "catalog" && slices.Contains(b.Actions, "*")
+	})
 }
 
 // Ways by which somebody is known.
@@ -180,7 +189,7 @@ func (e *Error) Unwrap() error { return e.Reason }
 // State is what lasts when the configuration is read again.
 type State struct {
 	keys     *Keys
-	failures failures
+	failures Failures
 	verifier verifier
 	seen     seen
 	log      *slog.Logger
@@ -192,7 +201,7 @@ func Open(keys string, log *slog.Logger) (*State, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &State{keys: k, failures: newFailures(), verifier: newVerifier(), seen: seen{new(sync.Mutex), make(map[[sha256.Size]byte]*claims)}, log: log}, nil
+	return &State{keys: k, failures: NewFailures(), verifier: newVerifier(), seen: seen{new(sync.Mutex), make(map[[sha256.Size]byte]*claims)}, log: log}, nil
 }
 
 // Logins know clients as one configuration says.
@@ -296,8 +305,8 @@ func (l *Logins) basic(ctx context.Context, user, password string, address netip
 
 // token takes a token: the server's own, an external token service's, or an issuer's.
 func (l *Logins) token(ctx context.Context, raw string, address netip.Addr) (*Identity, error) {
-	if l.external == nil && l.state.seen.get(sha256.Sum256([]byte(raw))) != nil {
-		return l.own(raw, useAccess)
+	if name := sha256.Sum256([]byte(raw)); l.external == nil && l.state.seen.get(name) != nil {
+		return l.ownNamed(raw, name, useAccess)
 	}
 	from, err := issuerOf(raw)
 	if err != nil {
@@ -320,7 +329,7 @@ func (l *Logins) token(ctx context.Context, raw string, address netip.Addr) (*Id
 			}
 		}
 	}
-	if err := l.state.failures.check(address, way); err != nil {
+	if err := l.state.failures.Check(address, way); err != nil {
 		return nil, err
 	}
 	id, err := verify()
@@ -330,7 +339,7 @@ func (l *Logins) token(ctx context.Context, raw string, address netip.Addr) (*Id
 	if errors.Is(err, errUnreachable) {
 		return nil, &Error{Way: way, Message: "the issuer of the token cannot be asked for its keys", After: askEvery, Reason: err}
 	}
-	l.state.failures.add(address)
+	l.state.failures.Add(address)
 	return nil, &Error{Way: way, Message: "the token is not valid here", Reason: err}
 }
 

@@ -110,7 +110,7 @@ func (u *users) identify(ctx context.Context, user, password string, address net
 	if known && v.remembers(key) {
 		return id, nil
 	}
-	if err := u.state.failures.check(address, WayPassword); err != nil {
+	if err := u.state.failures.Check(address, WayPassword); err != nil {
 		return nil, err
 	}
 	right, err := v.compare(ctx, hash, password)
@@ -118,7 +118,7 @@ func (u *users) identify(ctx context.Context, user, password string, address net
 		return nil, err
 	}
 	if !right || !known {
-		u.state.failures.add(address)
+		u.state.failures.Add(address)
 		return nil, &Error{Way: WayPassword, Message: "the name or the password is wrong"}
 	}
 	v.remember(key)

@@ -40,7 +40,8 @@ type answer struct {
 // Token answers a request for a token: GET, with credentials as any request has them; or POST of a form, as
 // OAuth 2 has it: by password, by a refresh token, or in exchange for an issuer's token. Who shows nothing gets
 // a token of anonymous: some clients go on only with one. A token does not depend on the scope that is
-// asked for. Errors: *Error.
+// asked for. For a token of this service there is another one, which ends when it does: what kubelets are given as a password is one.
+// Errors: *Error.
 func (l *Logins) Token(req *http.Request, w http.ResponseWriter, address netip.Addr) (*Identity, error) {
 	if l.external != nil || !l.challenges() {
 		return nil, &Error{Way: WayToken, Message: "this server gives no tokens"}
@@ -50,6 +51,9 @@ func (l *Logins) Token(req *http.Request, w http.ResponseWriter, address netip.A
 		return nil, err
 	}
 	lifetime := time.Duration(l.c.Tokens.Lifetime)
+	if !id.expires.IsZero() {
+		lifetime = min(lifetime, time.Until(id.expires))
+	}
 	a := answer{Kind: "Bearer", ExpiresIn: int(lifetime.Seconds()), IssuedAt: time.Now().UTC().Truncate(time.Second)}
 	if a.Token, err = l.sign(id, useAccess, lifetime); err != nil {
 		return nil, err
@@ -93,9 +97,9 @@ func (l *Logins) applicant(req *http.Request, w http.ResponseWriter, address net
 	}
 	grant := q.Get("grant_type")
 	defer func() {
-		// It would never expire.
+		// A token gives another one that ends when it does, and none to refresh that: together they would never expire.
 		if err == nil && id.Way == WayToken && grant != grantRefresh {
-			id, offline, err = wrong("a token of this service gives no other one: log in again")
+			offline = false
 		}
 	}()
 	if req.Method != http.MethodPost {

@@ -75,7 +75,12 @@ func (l *Logins) sign(id *Identity, use string, lifetime time.Duration) (string,
 
 // own verifies one of the server's own tokens. Errors: *Error.
 func (l *Logins) own(raw, use string) (*Identity, error) {
-	c, err := l.verify(raw, use)
+	return l.ownNamed(raw, sha256.Sum256([]byte(raw)), use)
+}
+
+// ownNamed is own of a token whose hash is known.
+func (l *Logins) ownNamed(raw string, name [sha256.Size]byte, use string) (*Identity, error) {
+	c, err := l.verify(raw, name, use)
 	if err != nil {
 		message := "the token is not valid here"
 		if errors.Is(err, jwt.ErrExpired) {
@@ -83,13 +88,12 @@ func (l *Logins) own(raw, use string) (*Identity, error) {
 		}
 		return nil, &Error{Way: WayToken, Message: message, Reason: err}
 	}
-	return &Identity{Subject: access.Subject{Name: c.Subject, Groups: c.Groups}, Way: WayToken, Shown: true, password: c.Line}, nil
+	return &Identity{Subject: access.Subject{Name: c.Subject, Groups: c.Groups}, Way: WayToken, Shown: true, password: c.Line, expires: c.Expiry.Time()}, nil
 }
 
 // verify verifies a token. One that was right before is not computed again: signature and claims do not change,
 // and its time, and whether its owner is still known, are looked at each time.
-func (l *Logins) verify(raw, use string) (*claims, error) {
-	name := sha256.Sum256([]byte(raw))
+func (l *Logins) verify(raw string, name [sha256.Size]byte, use string) (*claims, error) {
 	c := l.state.seen.get(name)
 	if c == nil {
 		var err error

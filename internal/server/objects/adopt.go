@@ -14,11 +14,14 @@ type adopter interface {
 
 // Adopt turns the local file at path into the object key, durable when Adopt
 // returns nil, and removes it from path. A store on the same file system
-// renames it; any other one copies. The file must not change any more. If it
+// renames it; any other one copies; one that has Unwrap leaves it to the store that this returns. The file must not change any more. If it
 // fails the file may be left where it was.
 func Adopt(ctx context.Context, s Store, key, path string) error {
 	if a, ok := s.(adopter); ok {
 		return a.adopt(ctx, key, path)
+	}
+	if u, ok := s.(interface{ Unwrap() Store }); ok {
+		return Adopt(ctx, u.Unwrap(), key, path)
 	}
 	f, err := os.Open(path)
 	if err != nil {

@@ -65,6 +65,31 @@ func OpenDir(dir string) (*Dir, error) {
 	return d, nil
 }
 
+// ViewDir returns the store in dir for reading, also while another process uses it.
+func ViewDir(dir string) (Store, error) {
+	root, err := filepath.Abs(dir)
+	if err != nil {
+		return nil, fmt.Errorf("view object directory %s: %w", dir, err)
+	}
+	return view{&Dir{root: root}}, nil
+}
+
+type view struct{ *Dir }
+
+var errView = errors.New("the store was opened for reading")
+
+func (view) Create(_ context.Context, key string) (Writer, error) {
+	return nil, fmt.Errorf("create object %s: %w", key, errView)
+}
+
+func (view) Delete(_ context.Context, key string) error {
+	return fmt.Errorf("delete object %s: %w", key, errView)
+}
+
+func (view) adopt(_ context.Context, key, _ string) error {
+	return fmt.Errorf("adopt object %s: %w", key, errView)
+}
+
 func (d *Dir) path(key string) string { return filepath.Join(d.root, filepath.FromSlash(key)) }
 
 // Create implements Store.

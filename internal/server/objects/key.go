@@ -32,17 +32,16 @@ func CheckKey(key string) error {
 	return nil
 }
 
-// CheckRange returns how many bytes a range has in an object of size bytes. Errors:
-// a range that does not lie in the object.
+// CheckRange returns how many bytes a range has in an object of size bytes. Errors: ErrRange.
 func CheckRange(offset, length, size int64) (int64, error) {
 	if offset < 0 || offset > size {
-		return 0, fmt.Errorf("offset %d is not in its %d bytes", offset, size)
+		return 0, fmt.Errorf("%w: offset %d is not in its %d bytes", ErrRange, offset, size)
 	}
 	if length < 0 {
 		return size - offset, nil
 	}
 	if length > size-offset {
-		return 0, fmt.Errorf("%d bytes from %d are not in its %d bytes", length, offset, size)
+		return 0, fmt.Errorf("%w: %d bytes from %d are not in its %d bytes", ErrRange, length, offset, size)
 	}
 	return length, nil
 }

@@ -15,6 +15,10 @@ import (
 // ErrNotFound is returned, wrapped, for a key that names no object.
 var ErrNotFound = errors.New("object not found")
 
+// ErrRange is returned, wrapped, for a range that does not lie in its object: more was
+// stored than there is now, or the range is wrong.
+var ErrRange = errors.New("range outside of the object")
+
 // Store keeps immutable objects. A key is one or more path elements of
 // [a-z0-9._-], none starting with '.', joined by '/'; no key continues another
 // one with a '/'. Every method is safe for concurrent use.
@@ -23,8 +27,7 @@ type Store interface {
 	// returns nil.
 	Create(ctx context.Context, key string) (Writer, error)
 	// Open reads length bytes from offset; length < 0 reads to the end. An
-	// offset at the end is an empty read; a range that goes past the end is an
-	// error. Errors: ErrNotFound.
+	// offset at the end is an empty read. Errors: ErrNotFound; ErrRange.
 	Open(ctx context.Context, key string, offset, length int64) (io.ReadCloser, error)
 	// Stat returns an object's size in bytes. Errors: ErrNotFound.
 	Stat(ctx context.Context, key string) (int64, error)

@@ -101,6 +101,16 @@ func (r *Registry) checkObject(ctx context.Context, name string, b catalog.Blob)
 	if ok, err := whole(); ok || err != nil { // it was being pushed
 		return ok, err
 	}
+	if r.opts.Heal != nil {
+		err := r.opts.Heal(ctx, b.Digest)
+		if ok, serr := whole(); err == nil && ok && serr == nil {
+			r.log.Warn("blob was lost or cut, and was made again from packs: look after the disk", "repository", name, "digest", b.Digest)
+			return true, nil
+		}
+		if ctx.Err() != nil {
+			return false, ctx.Err()
+		}
+	}
 	r.log.Error("blob is lost or cut: push it again", "repository", name, "digest", b.Digest)
 	err := r.opts.Catalog.UnlinkBlob(context.WithoutCancel(ctx), name, b.Digest)
 	if errors.Is(err, catalog.ErrNotFound) {
@@ -178,6 +188,11 @@ func (r *Registry) deleteBlob(w http.ResponseWriter, req *http.Request, name, ar
 	defer r.blobs.lock(d.String())()
 	// Once begun it is done, even if the client goes.
 	ctx := context.WithoutCancel(req.Context())
+	if r.opts.Bounds != nil {
+		if err := r.opts.Bounds.MayRemove(ctx, name, d); err != nil {
+			return err
+		}
+	}
 	if err := r.opts.Catalog.UnlinkBlob(ctx, name, d); err != nil {
 		return orUnknown(err, blobUnknown, "repository %s has no blob %s", name, d)
 	}
@@ -206,6 +221,9 @@ func (r *Registry) removeUnheld(ctx context.Context, d digest.Digest) error {
 	return r.opts.Store.Delete(ctx, catalog.BlobKey(d))
 }
 
+// Exclude keeps a blob from being written, linked or removed until unlock is called.
+func (r *Registry) Exclude(d digest.Digest) (unlock func()) { return r.blobs.lock(d.String()) }
+
 // commitBlob makes the file at path, whose digest was verified, a blob of the
 // repository, durably.
 func (r *Registry) commitBlob(ctx context.Context, name string, d digest.Digest, size int64, path string) error {
@@ -217,7 +235,26 @@ func (r *Registry) commitBlob(ctx context.Context, name string, d digest.Digest,
 	if err := objects.Adopt(ctx, r.opts.Store, catalog.BlobKey(d), path); err != nil {
 		return err
 	}
-	return r.opts.Catalog.LinkBlob(ctx, name, catalog.Blob{Digest: d, Size: size})
+	err := r.opts.Catalog.LinkBlob(ctx, name, catalog.Blob{Digest: d, Size: size})
+	if _, refused := errors.AsType[*catalog.Refusal](err); refused {
+		err = errors.Join(err, r.removeUnheld(ctx, d))
+	}
+	return err
+}
+
+// room says early what LinkBlob would say of a blob of so many bytes. d may be empty: it is not known yet.
+func (r *Registry) room(ctx context.Context, name string, d digest.Digest, bytes int64) error {
+	if r.opts.Bounds == nil {
+		return nil
+	}
+	err := r.opts.Bounds.Room(ctx, name, bytes)
+	if err == nil || d == "" {
+		return err
+	}
+	if _, here := r.opts.Catalog.Blob(ctx, name, d); here == nil {
+		return nil // it takes nothing
+	}
+	return err
 }
 
 // mountBlob makes a blob that is here a blob of the repository as well. Without

@@ -38,6 +38,9 @@ const (
 	unsupported
 	notFound
 	noSpace
+	overQuota
+	immutable
+	uploadTooLarge
 )
 
 // wire is how each kind is told: the distribution-spec's code and the HTTP
@@ -65,6 +68,9 @@ var wire = map[kind]struct {
 	unsupported:        {"UNSUPPORTED", http.StatusMethodNotAllowed},
 	notFound:           {"UNSUPPORTED", http.StatusNotFound},
 	noSpace:            {"INSUFFICIENT_STORAGE", http.StatusInsufficientStorage},
+	overQuota:          {"DENIED", http.StatusForbidden},
+	immutable:          {"DENIED", http.StatusForbidden},
+	uploadTooLarge:     {"SIZE_INVALID", http.StatusRequestEntityTooLarge},
 }
 
 // requestError is an error that the client is told, word for word.
@@ -106,14 +112,22 @@ func isNoSpace(err error) bool {
 // classify decides what a client is told of any error.
 func classify(err error) *requestError {
 	var e *requestError
+	var refusal *catalog.Refusal
 	switch {
 	case errors.As(err, &e):
 		return e
+	case errors.As(err, &refusal) && refusal.Quota:
+		return &requestError{overQuota, refusal.Message}
+	case errors.As(err, &refusal):
+		return &requestError{immutable, refusal.Message}
 	case isNoSpace(err):
 		return &requestError{noSpace, "the registry's disk is full; nothing was stored: free space on the server, then push again"}
 	}
 	return &requestError{internal, "the registry failed; its log says why"}
 }
+
+// refusedBy says which kinds are limits, as metrics have them.
+var refusedBy = map[kind]string{overQuota: guard.LimitQuota, immutable: guard.LimitImmutable, uploadTooLarge: guard.LimitUploadBytes}
 
 // apiError is one error in the specification's JSON.
 type apiError struct {
@@ -129,6 +143,9 @@ func (r *Registry) writeError(w http.ResponseWriter, req *http.Request, err erro
 	}
 	e := classify(err)
 	known := wire[e.kind]
+	if limit, ok := refusedBy[e.kind]; ok {
+		r.opts.Guard.Refused(limit)
+	}
 	if a, ok := errors.AsType[answerer](err); ok && e.kind == internal {
 		known.status, known.code, e.message = a.Answer()
 		bundle.SetRetryAfter(w.Header(), a.RetryAfter())

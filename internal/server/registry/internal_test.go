@@ -84,7 +84,7 @@ func TestParseReference(t *testing.T) {
 // Uploads that nobody continues go after a week, but for those that a request works
 // on; one of a clock that was ahead counts from when that is known.
 func TestExpire(t *testing.T) {
-	u, err := openUploads(t.TempDir())
+	u, err := openUploads(t.TempDir(), nil)
 	if err != nil {
 		t.Fatal(err)
 	}

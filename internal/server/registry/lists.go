@@ -9,8 +9,6 @@ import (
 	"github.com/opencontainers/go-digest"
 	"github.com/opencontainers/image-spec/specs-go"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
-
-	"hydrofoil.dev/foil/internal/server/access"
 )
 
 // page answers a list request: names is asked for at most limit of them after
@@ -76,7 +74,7 @@ func (r *Registry) listRepositories(w http.ResponseWriter, req *http.Request, _,
 
 // mayPull lists repositories that whoever asks may pull from.
 func (r *Registry) mayPull(ctx context.Context, last string, limit int) (names []string, err error) {
-	if r.opts.Guard == nil {
+	if r.opts.Guard == nil || r.opts.Guard.Relays() {
 		return r.opts.Catalog.ListRepositories(ctx, last, limit)
 	}
 	for len(names) < limit {
@@ -85,7 +83,7 @@ func (r *Registry) mayPull(ctx context.Context, last string, limit int) (names [
 			return nil, err
 		}
 		for _, name := range some {
-			if len(names) < limit && r.opts.Guard.May(ctx, access.Pull, name) {
+			if len(names) < limit && r.opts.Guard.Lists(ctx, name) {
 				names = append(names, name)
 			}
 		}

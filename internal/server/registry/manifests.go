@@ -6,6 +6,7 @@ import (
 	"errors"
 	"io"
 	"net/http"
+	"slices"
 	"strconv"
 	"time"
 
@@ -13,6 +14,8 @@ import (
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
 	"hydrofoil.dev/foil/internal/server/catalog"
+	"hydrofoil.dev/foil/internal/server/guard"
+	"hydrofoil.dev/foil/internal/server/webhooks"
 )
 
 // getManifest answers GET and HEAD. There is no negotiation: a manifest is
@@ -47,6 +50,7 @@ func (r *Registry) getManifest(w http.ResponseWriter, req *http.Request, name, a
 	w.WriteHeader(http.StatusOK)
 	if req.Method != http.MethodHead {
 		_, _ = w.Write(m.Bytes) // a client that is gone is no failure of ours
+		r.opts.Webhooks.Pulled(happened(ctx, name, m, tag))
 	}
 	return nil
 }
@@ -95,8 +99,9 @@ func (r *Registry) putManifest(w http.ResponseWriter, req *http.Request, name, a
 		return err
 	}
 	if r.opts.OnManifest != nil {
-		r.opts.OnManifest(name, m)
+		r.opts.OnManifest(req.Context(), name, m)
 	}
+	r.opts.Webhooks.Happened(webhooks.Push, happened(req.Context(), name, m, tags...))
 	h := w.Header()
 	h.Set("Location", "/v2/"+name+"/manifests/"+m.Digest.String())
 	h.Set("Docker-Content-Digest", m.Digest.String())
@@ -165,6 +170,13 @@ func (r *Registry) deleteManifest(w http.ResponseWriter, req *http.Request, name
 	if err != nil {
 		return orUnknown(err, manifestUnknown, "repository %s has no manifest %s", name, arg)
 	}
+	r.opts.Webhooks.Happened(webhooks.Delete, happened(ctx, name, catalog.Manifest{Digest: d}, tag))
 	w.WriteHeader(http.StatusAccepted)
 	return nil
+}
+
+// happened says what of a repository webhooks are told of; tags may be empty.
+func happened(ctx context.Context, name string, m catalog.Manifest, tags ...string) webhooks.Data {
+	return webhooks.Data{Repository: name, Digest: m.Digest.String(), Tags: slices.DeleteFunc(tags, func(t string) bool { return t == "" }),
+		MediaType: m.MediaType, Size: int64(len(m.Bytes)), Subject: guard.Subject(ctx)}
 }

@@ -28,10 +28,13 @@ import (
 	"sync"
 	"time"
 
+	"github.com/opencontainers/go-digest"
+
 	"hydrofoil.dev/foil/internal/server/access"
 	"hydrofoil.dev/foil/internal/server/catalog"
 	"hydrofoil.dev/foil/internal/server/guard"
 	"hydrofoil.dev/foil/internal/server/objects"
+	"hydrofoil.dev/foil/internal/server/webhooks"
 )
 
 // Options configure a Registry.
@@ -45,17 +48,23 @@ type Options struct {
 
 	// Guard says who may do what; nil: everybody may everything.
 	Guard *guard.Guard
+	// Bounds is Catalog as far as there are quotas and immutable tags; nil: there are none.
+	Bounds catalog.Bounded
 	// OnManifest is called after a manifest was pushed and acknowledged, before
-	// the handler returns: it must not block.
-	OnManifest func(repo string, m catalog.Manifest)
+	// the handler returns: it must not block. ctx is that of the request.
+	OnManifest func(ctx context.Context, repo string, m catalog.Manifest)
+	// Heal makes the object of a blob again that is lost or cut; nil: nobody can.
+	Heal func(ctx context.Context, d digest.Digest) error
+	// Webhooks is told of manifests that are pushed, pulled and deleted; nil: nobody is.
+	Webhooks *webhooks.Sender
 	// Room is asked before a request that adds bytes, or deletes something. Its error is answered; ENOSPC: the disk is
 	// full. nil: there is room.
 	Room func(adds bool) error
 	// MaxManifest is the limit of a manifest's size in bytes; 0 means 4 MiB,
 	// the least that clients may count on.
 	MaxManifest int64
-	// UploadExpiry is when an upload that nobody continues is dropped; 0 means
-	// a week.
+	// UploadExpiry is when an upload that nobody continues is dropped, unless the
+	// Guard's limits say it; 0 means a week.
 	UploadExpiry time.Duration
 	// MaxPage is the limit of the names in one answer to a list request,
 	// whatever n the client asks for; 0 means 10,000.
@@ -98,7 +107,7 @@ func New(opts Options) (*Registry, error) {
 	if opts.Log == nil {
 		opts.Log = slog.Default()
 	}
-	uploads, err := openUploads(opts.Uploads)
+	uploads, err := openUploads(opts.Uploads, opts.Guard)
 	if err != nil {
 		return nil, fmt.Errorf("start registry: %w", err)
 	}

@@ -72,7 +72,7 @@ func (f *fixture) start() {
 	}
 	opts.Uploads = f.uploads()
 	opts.Log = slog.New(slog.NewTextHandler(f.t.Output(), nil))
-	opts.OnManifest = func(repo string, m catalog.Manifest) {
+	opts.OnManifest = func(_ context.Context, repo string, m catalog.Manifest) {
 		f.mu.Lock()
 		defer f.mu.Unlock()
 		f.pushed = append(f.pushed, repo+"@"+m.Digest.String())

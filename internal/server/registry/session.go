@@ -10,6 +10,7 @@ import (
 	"hash"
 	"io"
 	"io/fs"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -20,6 +21,7 @@ import (
 	"github.com/opencontainers/go-digest"
 
 	"hydrofoil.dev/foil/internal/kernel"
+	"hydrofoil.dev/foil/internal/server/guard"
 	"hydrofoil.dev/foil/internal/server/leftover"
 )
 
@@ -29,6 +31,9 @@ import (
 type uploads struct {
 	dir  string
 	boot string // ID of this boot of the machine
+
+	guard  *guard.Guard // says how many there may be
+	ledger ledger
 
 	mu   sync.Mutex
 	busy map[string]*holder // guarded by mu; by upload ID
@@ -45,7 +50,8 @@ type holder struct {
 // stops, so a state of another boot is ignored and the data read again.
 type sessionState struct {
 	Repository string           `json:"repository"`
-	Owner      string           `json:"owner,omitempty"` // the subject that began it; empty: of an open server
+	Owner      string           `json:"owner,omitempty"`  // the subject that began it; empty: of an open server
+	Network    netip.Addr       `json:"network,omitzero"` // from where
 	Algorithm  digest.Algorithm `json:"algorithm"`
 	Boot       string           `json:"boot"`
 	Hashed     int64            `json:"hashed"` // bytes of ID.data in State
@@ -57,7 +63,7 @@ type session struct {
 	uploads *uploads
 	id      string
 	repo    string
-	owner   string
+	client  guard.Client
 	file    *os.File // positioned at its end
 	size    int64    // bytes received, all of them hashed
 	alg     digest.Algorithm
@@ -67,7 +73,7 @@ type session struct {
 
 var uploadID = regexp.MustCompile(`^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$`)
 
-func openUploads(dir string) (*uploads, error) {
+func openUploads(dir string, g *guard.Guard) (*uploads, error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, fmt.Errorf("directory of uploads: %w", err)
 	}
@@ -75,7 +81,31 @@ func openUploads(dir string) (*uploads, error) {
 	if err != nil {
 		return nil, fmt.Errorf("directory of uploads: %w", err)
 	}
-	return &uploads{dir: dir, boot: boot.String(), busy: make(map[string]*holder)}, nil
+	u := &uploads{dir: dir, guard: g, boot: boot.String(), busy: make(map[string]*holder)}
+	if err := u.takeStock(); err != nil {
+		return nil, fmt.Errorf("directory of uploads: %w", err)
+	}
+	return u, nil
+}
+
+// takeStock counts the uploads that are there.
+func (u *uploads) takeStock() error {
+	entries, err := os.ReadDir(u.dir)
+	if err != nil {
+		return err
+	}
+	for _, e := range entries {
+		id, isData := strings.CutSuffix(e.Name(), ".data")
+		info, err := e.Info()
+		if !isData || !uploadID.MatchString(id) || err != nil {
+			continue
+		}
+		if state, err := u.state(id); err == nil { // else it cannot be continued, and expires
+			u.ledger.begin(id, guard.Client{Subject: state.Owner, Network: state.Network}, 0)
+			u.ledger.set(id, info.Size())
+		}
+	}
+	return nil
 }
 
 func (u *uploads) dataPath(id string) string  { return filepath.Join(u.dir, id+".data") }
@@ -112,21 +142,28 @@ func (u *uploads) acquire(ctx context.Context, id string, interrupt func()) (rel
 }
 
 // create begins an upload. The request holds it until close or remove.
-func (u *uploads) create(ctx context.Context, repo, owner string, alg digest.Algorithm, interrupt func()) (*session, error) {
+// Errors: *guard.Beyond.
+func (u *uploads) create(ctx context.Context, repo string, alg digest.Algorithm, interrupt func()) (*session, error) {
 	var b [16]byte
 	rand.Read(b[:])
 	b[6], b[8] = b[6]&0x0f|0x40, b[8]&0x3f|0x80 // a UUID of version 4, as the specification wants
 	id := fmt.Sprintf("%x-%x-%x-%x-%x", b[:4], b[4:6], b[6:8], b[8:10], b[10:])
+	client := guard.ClientOf(ctx)
+	if !u.ledger.begin(id, client, u.guard.Limits().Uploads) {
+		return nil, u.guard.Beyond(guard.LimitUploads, retryUploads, "too many uploads that are not finished: finish or cancel some")
+	}
 	release, err := u.acquire(ctx, id, interrupt)
 	if err != nil {
+		u.ledger.end(id)
 		return nil, err
 	}
 	file, err := os.OpenFile(u.dataPath(id), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {
+		u.ledger.end(id)
 		release()
 		return nil, fmt.Errorf("begin upload: %w", err)
 	}
-	s := &session{uploads: u, id: id, repo: repo, owner: owner, file: file, alg: alg, hash: alg.Hash(), release: release}
+	s := &session{uploads: u, id: id, repo: repo, client: client, file: file, alg: alg, hash: alg.Hash(), release: release}
 	if err := s.save(); err != nil {
 		return nil, errors.Join(err, s.remove())
 	}
@@ -176,7 +213,8 @@ func (u *uploads) load(id string, release func()) (_ *session, err error) {
 	if err != nil {
 		return nil, err
 	}
-	s := &session{uploads: u, id: id, repo: state.Repository, owner: state.Owner, file: file, alg: state.Algorithm, release: release}
+	s := &session{uploads: u, id: id, repo: state.Repository,
+		client: guard.Client{Subject: state.Owner, Network: state.Network}, file: file, alg: state.Algorithm, release: release}
 	s.hash = s.alg.Hash()
 	if state.Boot == u.boot && state.Hashed <= info.Size() {
 		if err := s.hash.(encoding.BinaryUnmarshaler).UnmarshalBinary(state.State); err != nil {
@@ -190,6 +228,7 @@ func (u *uploads) load(id string, release func()) (_ *session, err error) {
 	}
 	n, err := io.Copy(s.hash, file)
 	s.size += n
+	u.ledger.set(id, s.size)
 	return s, err
 }
 
@@ -230,15 +269,34 @@ func (u *uploads) size(repo, owner, id string) (int64, error) {
 	return info.Size(), nil
 }
 
-// Write adds to the upload.
+// Write adds to the upload. Errors: *guard.Beyond, *requestError.
 func (s *session) Write(p []byte) (int, error) {
+	if err := s.mayGrow(len(p)); err != nil {
+		return 0, err
+	}
 	n, err := s.file.Write(p)
 	s.hash.Write(p[:n])
 	s.size += int64(n)
+	if n < len(p) {
+		s.uploads.ledger.set(s.id, s.size)
+	}
 	if err != nil {
 		err = fmt.Errorf("write upload %s: %w", s.id, err)
 	}
 	return n, err
+}
+
+// mayGrow reports whether the upload may have n bytes more.
+func (s *session) mayGrow(n int) error {
+	g := s.uploads.guard
+	most := int64(g.Limits().UploadBytes)
+	switch fits, alone := s.uploads.ledger.grow(s.id, int64(n), most); {
+	case fits:
+		return nil
+	case alone:
+		return errorf(uploadTooLarge, "an upload may have %d bytes here: have an administrator raise [limits] upload-bytes", most)
+	}
+	return g.Beyond(guard.LimitUploadBytes, retryUploads, "uploads that are not finished have too many bytes: finish or cancel some")
 }
 
 // use changes the algorithm of an upload, which costs reading what is there.
@@ -259,7 +317,7 @@ func (s *session) digest() digest.Digest { return digest.NewDigest(s.alg, s.hash
 // save writes the state, so that whoever opens the upload next needs not read
 // the data.
 func (s *session) save() error {
-	state := sessionState{Repository: s.repo, Owner: s.owner, Algorithm: s.alg, Boot: s.uploads.boot, Hashed: s.size}
+	state := sessionState{Repository: s.repo, Owner: s.client.Subject, Network: s.client.Network, Algorithm: s.alg, Boot: s.uploads.boot, Hashed: s.size}
 	var err error
 	if state.State, err = s.hash.(encoding.BinaryMarshaler).MarshalBinary(); err != nil {
 		return fmt.Errorf("save upload %s: %w", s.id, err)
@@ -295,6 +353,7 @@ func (s *session) remove() error {
 func (s *session) path() string { return s.uploads.dataPath(s.id) }
 
 func (u *uploads) removeFiles(id string) error {
+	u.ledger.end(id)
 	var errs []error
 	for _, path := range []string{u.statePath(id), u.dataPath(id), u.statePath(id) + ".new"} {
 		if err := os.Remove(path); !errors.Is(err, fs.ErrNotExist) {

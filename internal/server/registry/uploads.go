@@ -53,12 +53,16 @@ func (r *Registry) postUpload(w http.ResponseWriter, req *http.Request, name, _ 
 			return err
 		}
 	}
-	s, err := r.uploads.create(req.Context(), name, guard.Subject(req.Context()), alg, interrupt(w))
+	// Of what is announced it is known before it is sent that it has no room.
+	if err := r.room(req.Context(), name, whole, max(1, req.ContentLength)); err != nil {
+		return err
+	}
+	s, err := r.uploads.create(req.Context(), name, alg, interrupt(w))
 	if err != nil {
 		return err
 	}
 	if whole != "" {
-		err := r.receive(s, req)
+		err := r.receive(s, req, whole)
 		if err == nil {
 			return r.finish(w, req, s, whole)
 		}
@@ -91,7 +95,7 @@ func (r *Registry) patchUpload(w http.ResponseWriter, req *http.Request, name, i
 	if err != nil {
 		return err
 	}
-	if err := r.receive(s, req); err != nil {
+	if err := r.receive(s, req, ""); err != nil {
 		return r.keepOrDrop(w, s, err)
 	}
 	if err := s.close(); err != nil {
@@ -114,7 +118,7 @@ func (r *Registry) putUpload(w http.ResponseWriter, req *http.Request, name, id 
 	}
 	err = s.use(d.Algorithm())
 	if err == nil {
-		err = r.receive(s, req)
+		err = r.receive(s, req, d)
 	}
 	if err != nil {
 		return r.keepOrDrop(w, s, err)
@@ -147,8 +151,8 @@ func interrupt(w http.ResponseWriter) func() {
 var contentRange = regexp.MustCompile(`^([0-9]+)-([0-9]+)$`)
 
 // receive adds the request's body to the upload, if it is the chunk that comes
-// next. What arrived before an error stays.
-func (r *Registry) receive(s *session, req *http.Request) error {
+// next. What arrived before an error stays. d is of the whole blob; empty: it is not known yet.
+func (r *Registry) receive(s *session, req *http.Request, d digest.Digest) error {
 	want := req.ContentLength // < 0: not known
 	if header := req.Header.Get("Content-Range"); header != "" {
 		m := contentRange.FindStringSubmatch(header)
@@ -167,11 +171,14 @@ func (r *Registry) receive(s *session, req *http.Request) error {
 			want = length
 		}
 	}
+	if err := r.room(req.Context(), s.repo, d, s.size+max(0, want)); err != nil {
+		return err
+	}
 	body := io.Reader(bodyReader{req.Body})
 	if want >= 0 {
 		body = io.LimitReader(body, want)
 	}
-	got, err := io.CopyBuffer(s, body, make([]byte, 64<<10))
+	got, err := r.copyTo(s, req, body, d)
 	if err != nil {
 		return err
 	}
@@ -187,6 +194,24 @@ func (r *Registry) receive(s *session, req *http.Request) error {
 	return nil
 }
 
+// roomEvery is after how many bytes it is asked again whether there is room for an upload of which nobody says how long it
+// will be.
+const roomEvery = 64 << 20
+
+// copyTo copies a body to an upload.
+func (r *Registry) copyTo(s *session, req *http.Request, body io.Reader, d digest.Digest) (got int64, err error) {
+	buf := make([]byte, 64<<10)
+	for {
+		n, err := io.CopyBuffer(s, io.LimitReader(body, roomEvery), buf)
+		if got += n; err != nil || n < roomEvery {
+			return got, err
+		}
+		if err := r.room(req.Context(), s.repo, d, s.size); err != nil {
+			return got, err
+		}
+	}
+}
+
 // bodyReader tells failures to read a request's body from those to write what
 // it holds.
 type bodyReader struct{ r io.Reader }
@@ -200,10 +225,10 @@ func (b bodyReader) Read(p []byte) (int, error) {
 }
 
 // keepOrDrop ends a request that failed with err, which it returns: when the
-// disk is full the upload is given up, so that it does not stay full;
-// otherwise it can be continued.
+// disk is full, or a limit that will be there when it is continued, the upload is
+// given up, so that it does not stay full; otherwise it can be continued.
 func (r *Registry) keepOrDrop(w http.ResponseWriter, s *session, err error) error {
-	if isNoSpace(err) {
+	if k := classify(err).kind; k == noSpace || k == overQuota || k == uploadTooLarge {
 		return r.drop(s, err)
 	}
 	uploadHeaders(w, s.repo, s.id, s.size)
@@ -255,6 +280,14 @@ func blobCreated(w http.ResponseWriter, name string, d digest.Digest) error {
 	return nil
 }
 
+// expiry is when an upload that nobody continues is dropped.
+func (r *Registry) expiry() time.Duration {
+	if idle := r.opts.Guard.Limits().UploadIdle; idle > 0 {
+		return time.Duration(idle)
+	}
+	return r.opts.UploadExpiry
+}
+
 // clean removes what crashes left behind, at once, and forgotten uploads, once
 // an hour.
 func (r *Registry) clean(ctx context.Context) {
@@ -263,8 +296,9 @@ func (r *Registry) clean(ctx context.Context) {
 	}
 	tick := time.NewTicker(time.Hour)
 	defer tick.Stop()
-	begun, ages := time.Now(), leftover.Ages{Keep: r.opts.UploadExpiry}
+	begun, ages := time.Now(), leftover.Ages{}
 	for {
+		ages.Keep = r.expiry()
 		ids, err := r.uploads.expire(ctx, &ages, time.Now(), time.Since(begun))
 		if len(ids) > 0 {
 			r.log.Info("dropped uploads that nobody continued", "uploads", ids)

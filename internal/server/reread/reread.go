@@ -10,7 +10,6 @@ import (
 	"os"
 	"sync"
 	"syscall"
-	"time"
 )
 
 // File is a file that is read again. Its fields must not change.
@@ -37,7 +36,7 @@ type stamp struct {
 	inode   uint64
 	size    int64
 	changed syscall.Timespec
-	written time.Time
+	written syscall.Timespec
 }
 
 // Get returns what the file says now, or, if it cannot be used, what it said before. The error
@@ -84,16 +83,18 @@ func (f *File[T]) read() (v T, err error) {
 	return f.Parse(b)
 }
 
+// look is asked for each request of a server: os.Stat would take memory each time.
 func look(path string) (stamp, error) {
-	info, err := os.Stat(path)
-	if err != nil {
-		return stamp{}, unwrap(err)
+	var info syscall.Stat_t
+	for {
+		err := syscall.Stat(path, &info)
+		if err == nil {
+			return stamp{inode: info.Ino, size: info.Size, changed: info.Ctim, written: info.Mtim}, nil
+		}
+		if !errors.Is(err, syscall.EINTR) {
+			return stamp{}, err
+		}
 	}
-	s := stamp{size: info.Size(), written: info.ModTime()}
-	if sys, ok := info.Sys().(*syscall.Stat_t); ok {
-		s.inode, s.changed = sys.Ino, sys.Ctim
-	}
-	return s, nil
 }
 
 // unwrap takes the path from an error that will get it anyway.

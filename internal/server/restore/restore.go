@@ -151,10 +151,24 @@ func OpenTar(ctx context.Context, store *dedup.Store, l catalog.Layer) (*Tar, er
 	return &Tar{recipe.NewReader(object, s.open, recipe.Limits{Size: l.Size}), contents, object}, nil
 }
 
-// Close ends it.
-func (t *Tar) Close() {
+// OpenTarAt is OpenTar from a byte of the stream on. Contents before it are not read.
+func OpenTarAt(ctx context.Context, store *dedup.Store, l catalog.Layer, at int64) (*Tar, error) {
+	t, err := OpenTar(ctx, store, l)
+	if err != nil {
+		return nil, err
+	}
+	if err := t.Skip(at); err != nil {
+		t.Close()
+		return nil, err
+	}
+	return t, nil
+}
+
+// Close ends it. It returns nil.
+func (t *Tar) Close() error {
 	t.contents.Close()
 	t.recipe.Close()
+	return nil
 }
 
 // source is the recipe.Source of a layer.

@@ -29,6 +29,9 @@ func CatalogFile(root string) string { return filepath.Join(Catalog(root), "cata
 // Objects is the directory of the object store.
 func Objects(root string) string { return filepath.Join(root, "objects") }
 
+// Webhooks is the file of events that wait for their receivers.
+func Webhooks(root string) string { return filepath.Join(root, "webhooks.db") }
+
 // Mend is what to do when the catalog cannot be used.
 func Mend(root string) string {
 	return fmt.Sprintf("foil server rebuild --root %s makes it anew from the objects; docs/backup.md has more", root)

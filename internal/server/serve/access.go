@@ -17,6 +17,7 @@ import (
 	"hydrofoil.dev/foil/internal/metrics"
 	"hydrofoil.dev/foil/internal/server/access"
 	"hydrofoil.dev/foil/internal/server/guard"
+	"hydrofoil.dev/foil/internal/server/upstream"
 )
 
 // MetricsPath is where those with the right admin find the server's metrics, beside the address of
@@ -25,14 +26,18 @@ const MetricsPath = "/metrics"
 
 // checkExposed refuses a server that strangers could reach, unless it knows its clients, over TLS.
 func checkExposed(o Options) error {
-	if o.InsecureOpen || isLoopback(o.Listen) || o.TLSCert != "" && o.Access != "" {
+	if o.Access != "" && o.Upstream.ClientCredentials {
+		return errors.New("with the credentials of clients the upstream decides who may pull, and rules of access do not: leave out --access, or --upstream-credentials client")
+	}
+	knows := o.Access != "" || o.Upstream.ClientCredentials
+	if o.InsecureOpen || isLoopback(o.Listen) || o.TLSCert != "" && knows {
 		return nil
 	}
 	var lacks, fix []string
 	if o.TLSCert == "" {
 		lacks, fix = append(lacks, "TLS"), append(fix, "  --tls-cert cert.pem --tls-key key.pem")
 	}
-	if o.Access == "" {
+	if !knows {
 		lacks, fix = append(lacks, "a way to log in"), append(fix, "  --access access.toml     (docs/access.md has examples)")
 	}
 	return fmt.Errorf("%s can be reached by other machines, and the server has not %s. Add:\n%s\nOr keep it on this machine (--listen %s), or, if everybody who reaches it may do everything, say so: --insecure-open",
@@ -84,8 +89,8 @@ func (s *Server) tlsConfig(pair *keyPair) *tls.Config {
 }
 
 // mayNotify reports whether whoever tells of pushes to a repository may push there.
-func (s *Server) mayNotify(ctx context.Context, repository string) error {
-	return s.guard.Check(ctx, access.Push, repository)
+func (s *Server) mayNotify(ctx context.Context, p upstream.Pushed) error {
+	return s.guard.Check(ctx, access.Push, p.Repository, p.Digest.String())
 }
 
 // refuse answers what the guard does not let pass.

@@ -22,7 +22,7 @@ func endSlowBodies(idle time.Duration, next http.Handler) http.Handler {
 			next.ServeHTTP(w, req)
 			return
 		}
-		b := &timedBody{ReadCloser: req.Body, idle: idle, began: time.Now()}
+		b := &timedBody{ReadCloser: req.Body, idle: idle}
 		rc := http.NewResponseController(w)
 		b.watch = time.AfterFunc(idle, func() {
 			b.mu.Lock()
@@ -44,7 +44,7 @@ func endSlowBodies(idle time.Duration, next http.Handler) http.Handler {
 type timedBody struct {
 	io.ReadCloser
 	idle     time.Duration
-	began    time.Time
+	waited   time.Duration // for bytes: what the server does with them meanwhile is not the client's time
 	received int64
 	over     bool // it was read to its end
 	watch    *time.Timer
@@ -55,11 +55,13 @@ type timedBody struct {
 }
 
 func (b *timedBody) Read(p []byte) (int, error) {
-	left := b.idle + time.Duration(float64(b.received)/bodyRate*float64(time.Second)) - time.Since(b.began)
+	left := b.idle + time.Duration(float64(b.received)/bodyRate*float64(time.Second)) - b.waited
+	began := time.Now()
 	b.mark(true)
 	b.watch.Reset(max(0, min(left, b.idle)))
 	n, err := b.ReadCloser.Read(p)
 	b.watch.Stop()
+	b.waited += time.Since(began)
 	b.received += int64(n)
 	b.over = b.over || err == io.EOF
 	if b.mark(false) && err != nil && err != io.EOF {

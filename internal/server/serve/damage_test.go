@@ -34,6 +34,16 @@ type image struct {
 
 func makeImage(t *testing.T, layers ...layertest.Layer) image {
 	t.Helper()
+	var blobs []layertest.Blob
+	for _, l := range layers {
+		blobs = append(blobs, l.Zstd(t)) // of which nothing is proven, so that what is lost stays lost
+	}
+	return imageOf(t, blobs...)
+}
+
+// imageOf makes an image of blobs.
+func imageOf(t *testing.T, layers ...layertest.Blob) image {
+	t.Helper()
 	encode := func(v any) []byte {
 		b, err := json.Marshal(v)
 		if err != nil {
@@ -44,8 +54,7 @@ func makeImage(t *testing.T, layers ...layertest.Layer) image {
 	config := ocispec.Image{Platform: ocispec.Platform{Architecture: "amd64", OS: "linux"}, RootFS: ocispec.RootFS{Type: "layers"}}
 	manifest := ocispec.Manifest{Versioned: specs.Versioned{SchemaVersion: 2}, MediaType: ocispec.MediaTypeImageManifest}
 	var m image
-	for _, l := range layers {
-		b := l.Gzip(t)
+	for _, b := range layers {
 		config.RootFS.DiffIDs = append(config.RootFS.DiffIDs, b.DiffID)
 		manifest.Layers = append(manifest.Layers, b.Descriptor())
 		m.blobs = append(m.blobs, b.Bytes)
@@ -92,8 +101,13 @@ func (m image) pull(addr string) error {
 // ask does the same for a worker that got damaged segments before, and returns those that
 // come with other bytes than theirs; one of a frame that does not decode.
 func ask(c *http.Client, addr string, damaged []segment.ID) (wrong []segment.ID, err error) {
+	return askFor(c, addr, "r", damaged)
+}
+
+// askFor is ask for tag 1 of a repository.
+func askFor(c *http.Client, addr, repository string, damaged []segment.ID) (wrong []segment.ID, err error) {
 	req := &bundle.Request{Versions: []int{1}, Damaged: damaged, Image: bundle.ImageRequest{
-		Repository: "r", Reference: "1", Platform: &ocispec.Platform{OS: "linux", Architecture: "amd64"},
+		Repository: repository, Reference: "1", Platform: &ocispec.Platform{OS: "linux", Architecture: "amd64"},
 	}}
 	body, err := json.Marshal(req)
 	if err != nil {

@@ -24,18 +24,39 @@ import (
 )
 
 // startRegistry runs a registry that others made, over an empty directory, which
-// notifies a server of pushes. It returns its address and what ends it.
+// notifies a server of pushes, if it is told of one. It returns its address and what ends it.
 func startRegistry(t *testing.T, program, addr, dir, hook string) (stop func()) {
+	t.Helper()
+	if hook == "" {
+		return startRegistryWith(t, program, addr, dir, "")
+	}
+	return startRegistryWith(t, program, addr, dir, fmt.Sprintf(`notifications:
+  endpoints:
+    - {name: accelerator, url: %s, timeout: 5s, threshold: 5, backoff: 100ms}
+`, hook))
+}
+
+// freeAddress is one that nobody listens on.
+func freeAddress(t *testing.T) string {
+	t.Helper()
+	var l net.ListenConfig
+	free, err := l.Listen(t.Context(), "tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer free.Close()
+	return free.Addr().String()
+}
+
+// startRegistryWith runs one with more lines of configuration.
+func startRegistryWith(t *testing.T, program, addr, dir, more string) (stop func()) {
 	t.Helper()
 	config := filepath.Join(dir, "config.yml")
 	content := fmt.Sprintf(`version: 0.1
 log: {level: warn}
 storage: {filesystem: {rootdirectory: %s}}
 http: {addr: %s}
-notifications:
-  endpoints:
-    - {name: accelerator, url: %s, timeout: 5s, threshold: 5, backoff: 100ms}
-`, filepath.Join(dir, "data"), addr, hook)
+%s`, filepath.Join(dir, "data"), addr, more)
 	if err := os.WriteFile(config, []byte(content), 0o600); err != nil {
 		t.Fatal(err)
 	}
@@ -84,13 +105,7 @@ func TestRealUpstreams(t *testing.T) {
 				t.Skip("FOIL_TEST_REGISTRY does not name a registry program, as that of tools/registry")
 			}
 			needProgram(t, program)
-			var l net.ListenConfig
-			free, err := l.Listen(t.Context(), "tcp", "127.0.0.1:0")
-			if err != nil {
-				t.Fatal(err)
-			}
-			addr := free.Addr().String()
-			free.Close()
+			addr := freeAddress(t)
 			dir, log := t.TempDir(), new(logtest.Buffer)
 			s := start(t, serve.Options{
 				Upstream: upstream.Options{URL: "http://" + addr},

@@ -12,11 +12,14 @@ import (
 	"github.com/opencontainers/go-digest"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/format/encoder"
 	"hydrofoil.dev/foil/internal/format/layer"
 	"hydrofoil.dev/foil/internal/server/bundles"
 	"hydrofoil.dev/foil/internal/server/catalog"
+	"hydrofoil.dev/foil/internal/server/guard"
 	"hydrofoil.dev/foil/internal/server/ingest"
 	"hydrofoil.dev/foil/internal/server/objects"
+	"hydrofoil.dev/foil/internal/server/restore"
 	"hydrofoil.dev/foil/internal/server/upstream"
 )
 
@@ -63,13 +66,18 @@ func rootfsOf(get func(context.Context, []ingest.Descriptor) (catalog.Rootfs, er
 }
 
 // repair compares the blobs with their digests before it has the rootfs
-// repaired: plain clients pull them as they are.
-func repair(g *ingest.Ingester, store objects.Store) func(context.Context, []ingest.Descriptor) (catalog.Rootfs, error) {
+// repaired: plain clients pull them as they are. One that is lost or damaged is restored, if it
+// can be.
+func repair(g *ingest.Ingester, store objects.Store, blobs *restore.Blobs) func(context.Context, []ingest.Descriptor) (catalog.Rootfs, error) {
 	return func(ctx context.Context, layers []ingest.Descriptor) (catalog.Rootfs, error) {
 		var lost lostError
 		for _, l := range layers {
 			err := verifyBlob(ctx, store, l.Digest)
-			if _, wrong := errors.AsType[*layer.DigestError](err); wrong || errors.Is(err, objects.ErrNotFound) {
+			_, wrong := errors.AsType[*layer.DigestError](err)
+			if wrong = wrong || errors.Is(err, objects.ErrNotFound); wrong && blobs.Heal(ctx, l.Digest) == nil {
+				continue
+			}
+			if wrong {
 				lost = append(lost, l.Digest)
 			} else if err != nil {
 				return catalog.Rootfs{}, err
@@ -151,11 +159,47 @@ func makeRecipes(g *ingest.Ingester, blobs objects.Store, log *slog.Logger) (clo
 	}
 }
 
+// prove finds out, in the background, how layers were compressed. It ends when close is called.
+func prove(g *ingest.Ingester, encoders *encoder.Set, blobs objects.Store, log *slog.Logger) (close func() error) {
+	ctx, cancel := context.WithCancel(context.Background())
+	var work sync.WaitGroup
+	work.Go(func() {
+		for _, err := range encoders.Check(ctx) {
+			if ctx.Err() == nil {
+				log.Warn("layers of some tools cannot be restored from packs", "error", err)
+			}
+		}
+		err := g.Prove(ctx, ingest.Proofs{Encoders: encoders, Blobs: blobs, Failed: func(blob digest.Digest, err error) {
+			log.Warn("it is not known how a layer was compressed: its blob cannot be made again", "layer", blob, "error", err)
+		}})
+		if err != nil && ctx.Err() == nil {
+			log.Error("how layers were compressed is not found out until the server is started again", "error", err)
+		}
+	})
+	return func() error {
+		cancel()
+		work.Wait()
+		return nil
+	}
+}
+
+// toldHealed logs what becomes of blobs that were lost.
+func toldHealed(log *slog.Logger) func(digest.Digest, error) {
+	return func(d digest.Digest, err error) {
+		if err != nil {
+			log.Error("a lost blob could not be made again: push it again", "digest", d, "error", err)
+			return
+		}
+		log.Warn("a lost blob was made again from packs: look after the disk", "digest", d)
+	}
+}
+
 // queue prepares images in the background, one after the other, as they are
 // pushed. What does not fit, or was not prepared when the server ended, is
 // prepared by its first pull.
 type queue struct {
 	bundles *bundles.Handler
+	guard   *guard.Guard          // says whether there is time left for who pushes
 	front   *upstream.Accelerator // nil: there is no upstream
 	catalog catalog.Repositories
 	log     *slog.Logger
@@ -168,11 +212,13 @@ type pushed struct {
 	repository string
 	manifest   digest.Digest
 	tag        string // that was pushed to the upstream; empty: none
+	// charge takes how long it took to prepare it; nil: nobody is charged.
+	charge func(time.Duration)
 }
 
-func newQueue(h *bundles.Handler, front *upstream.Accelerator, cat catalog.Repositories, log *slog.Logger) *queue {
+func newQueue(h *bundles.Handler, g *guard.Guard, front *upstream.Accelerator, cat catalog.Repositories, log *slog.Logger) *queue {
 	ctx, cancel := context.WithCancel(context.Background())
-	q := &queue{bundles: h, front: front, catalog: cat, log: log, pushed: make(chan pushed, 1024), cancel: cancel}
+	q := &queue{bundles: h, guard: g, front: front, catalog: cat, log: log, pushed: make(chan pushed, 1024), cancel: cancel}
 	q.work.Go(func() { q.run(ctx) })
 	return q
 }
@@ -181,14 +227,19 @@ func newQueue(h *bundles.Handler, front *upstream.Accelerator, cat catalog.Repos
 //
 // An image that was here may be pushed again because something is wrong with
 // it: nobody gets it then before it was verified.
-func (q *queue) add(repository string, m catalog.Manifest) {
-	ctx := context.Background()
+func (q *queue) add(ctx context.Context, repository string, m catalog.Manifest) {
+	charge, err := q.guard.Work(ctx)
+	ctx = context.WithoutCancel(ctx)
 	// A manifest that was here keeps the time of its first push.
 	if before, err := q.catalog.Manifest(ctx, repository, m.Digest); err == nil && before.Pushed.Before(m.Pushed) {
 		_ = q.bundles.Suspect(ctx, repository, m.Digest) // it is no image, or prepare finds the same error
 	}
+	if err != nil {
+		q.log.Info("an image is prepared by its first pull", "repository", repository, "manifest", m.Digest, "why", err)
+		return
+	}
 	select {
-	case q.pushed <- pushed{repository: repository, manifest: m.Digest}:
+	case q.pushed <- pushed{repository: repository, manifest: m.Digest, charge: charge}:
 	default:
 		q.log.Warn("too many pushes at once: an image is prepared by its first pull", "repository", repository, "manifest", m.Digest)
 	}
@@ -198,7 +249,7 @@ func (q *queue) add(repository string, m catalog.Manifest) {
 // there is room for it.
 func (q *queue) told(p upstream.Pushed) bool {
 	select {
-	case q.pushed <- pushed{p.Repository, p.Digest, p.Tag}:
+	case q.pushed <- pushed{repository: p.Repository, manifest: p.Digest, tag: p.Tag}:
 		return true
 	default:
 		return false
@@ -220,6 +271,9 @@ func (q *queue) prepare(ctx context.Context, p pushed) {
 	began := time.Now()
 	log := q.log.With("repository", p.repository, "manifest", p.manifest)
 	err := q.bundles.Prepare(ctx, p.repository, p.manifest)
+	if p.charge != nil {
+		p.charge(time.Since(began))
+	}
 	told, ok := errors.AsType[*bundle.Error](err)
 	if p.tag != "" {
 		log = log.With("tag", p.tag)

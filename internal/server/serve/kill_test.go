@@ -35,6 +35,9 @@ const childUpstream = "FOIL_TEST_SERVE_UPSTREAM"
 // childLease is short, so that a collector has something to do.
 const childLease = 300 * time.Millisecond
 
+// childWebhooks is the file of its webhooks.
+const childWebhooks = "FOIL_TEST_SERVE_WEBHOOKS"
+
 func TestMain(m *testing.M) {
 	if root := os.Getenv(childRoot); root != "" {
 		s, err := serve.Start(context.Background(), serve.Options{
@@ -42,6 +45,7 @@ func TestMain(m *testing.M) {
 			Upstream: upstream.Options{URL: os.Getenv(childUpstream)},
 			Collect:  collect.Options{Leftover: 5 * time.Second, Interval: 20 * time.Millisecond, PackSize: 1 << 20},
 			Lease:    childLease,
+			Webhooks: os.Getenv(childWebhooks),
 		})
 		if err != nil {
 			fmt.Fprintln(os.Stderr, err)

@@ -167,8 +167,9 @@ repositories = ["mine/**"]
 	}
 }
 
-// skopeo, crane and oras push and pull with a password, and with a workload's token; who may not gets the errors that clients know.
-func TestClientsLogIn(t *testing.T) {
+// skopeo pushes and pulls with a password, and with a workload's token; who may not gets the errors that clients know. internal/e2e/clients
+// has more clients.
+func TestSkopeoLogsIn(t *testing.T) {
 	config, token := workload(t)
 	dir := t.TempDir()
 	g := startGuarded(t, config, secured(t, dir))
@@ -215,35 +216,6 @@ func TestClientsLogIn(t *testing.T) {
 		command(t, "skopeo", "login", "--tls-verify=false", "--authfile", auth, "-u", "pull", "-p", "password of pull", g.Addr())
 		command(t, "skopeo", "inspect", "--tls-verify=false", "--authfile", auth, "docker://"+g.Addr()+"/mine/app:1")
 		fails("", "skopeo", "login", "--tls-verify=false", "--authfile", auth, "-u", "pull", "-p", "wrong", g.Addr())
-	})
-	t.Run("crane", func(t *testing.T) {
-		needProgram(t, "crane")
-		t.Setenv("DOCKER_CONFIG", filepath.Join(dir, "crane"))
-		fails("unauthorized", "crane", "manifest", "--insecure", g.Addr()+"/mine/app:1")
-		command(t, "crane", "auth", "login", g.Addr(), "-u", "deleter", "-p", "password of deleter")
-		command(t, "crane", "manifest", "--insecure", g.Addr()+"/mine/app:1")
-		if out := command(t, "crane", "catalog", "--insecure", g.Addr()); strings.Contains(out, "other/app") || !strings.Contains(out, "mine/app") {
-			t.Errorf("catalog: %s", out)
-		}
-		fails("lack the right push", "crane", "copy", "--insecure", g.Addr()+"/mine/app:1", g.Addr()+"/mine/copy:1")
-		command(t, "crane", "auth", "login", g.Addr(), "-u", "pusher", "-p", "password of pusher")
-		command(t, "crane", "copy", "--insecure", g.Addr()+"/mine/app:1", g.Addr()+"/mine/copy:1")
-		command(t, "crane", "auth", "login", g.Addr(), "-u", "x", "-p", pod)
-		command(t, "crane", "tag", "--insecure", g.Addr()+"/mine/copy:1", "2")
-	})
-	t.Run("oras", func(t *testing.T) {
-		needProgram(t, "oras")
-		config := filepath.Join(dir, "oras.json")
-		command(t, "oras", "login", "--insecure", "--registry-config", config, "-u", "pusher", "-p", "password of pusher", g.Addr())
-		note := filepath.Join(dir, "note.txt")
-		if err := os.WriteFile(note, []byte("a note"), 0o600); err != nil {
-			t.Fatal(err)
-		}
-		command(t, "oras", "attach", "--insecure", "--registry-config", config, "--disable-path-validation", "--artifact-type", "text/note", g.Addr()+"/mine/app:1", note)
-		if out := command(t, "oras", "discover", "--insecure", "--registry-config", config, g.Addr()+"/mine/app:1"); !strings.Contains(out, "text/note") {
-			t.Errorf("discover: %s", out)
-		}
-		fails("", "oras", "discover", "--insecure", "--registry-config", config, g.Addr()+"/other/app:1")
 	})
 }
 

@@ -8,9 +8,12 @@
 //	catalog/  the SQLite catalog
 //	objects/  blobs, packs, what ingest makes, and the journal (package objects, Dir)
 //	uploads/  uploads under way (package registry)
+//	webhooks.db  events that wait for their receivers (package webhooks)
 //	upstream  of an accelerator: the URL of its upstream
 //	reserve   room for deletions when the disk is full
 //	admin.sock where administrators ask (package admin)
+//	scrub.json  how far a scrub is, and what the last one found (package scrub)
+//	damaged/  blobs that a scrub found damaged, and could not mend
 //	fetching/ downloads from there under way (package upstream)
 //
 // All of it has to be on one file system, so that a finished upload becomes an
@@ -34,6 +37,8 @@ import (
 
 	"hydrofoil.dev/foil/internal/durable"
 	format "hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/format/encoder"
+	"hydrofoil.dev/foil/internal/format/encoder/programs"
 	"hydrofoil.dev/foil/internal/kernel"
 	"hydrofoil.dev/foil/internal/metrics"
 	"hydrofoil.dev/foil/internal/server/admin"
@@ -41,16 +46,20 @@ import (
 	"hydrofoil.dev/foil/internal/server/catalog"
 	"hydrofoil.dev/foil/internal/server/catalog/sqlite"
 	"hydrofoil.dev/foil/internal/server/collect"
+	"hydrofoil.dev/foil/internal/server/dedup"
 	"hydrofoil.dev/foil/internal/server/guard"
 	"hydrofoil.dev/foil/internal/server/ingest"
 	"hydrofoil.dev/foil/internal/server/login"
 	"hydrofoil.dev/foil/internal/server/objects"
 	"hydrofoil.dev/foil/internal/server/readers"
 	"hydrofoil.dev/foil/internal/server/registry"
+	"hydrofoil.dev/foil/internal/server/restore"
 	"hydrofoil.dev/foil/internal/server/rootdir"
+	"hydrofoil.dev/foil/internal/server/scrub"
 	"hydrofoil.dev/foil/internal/server/startup"
 	"hydrofoil.dev/foil/internal/server/tcp"
 	"hydrofoil.dev/foil/internal/server/upstream"
+	"hydrofoil.dev/foil/internal/server/webhooks"
 )
 
 // Options configure a Server.
@@ -63,6 +72,8 @@ type Options struct {
 	// Access is the file that says who may do what (package guard). Without one everybody who reaches the
 	// server may do everything.
 	Access string
+	// Webhooks is the file that says who is told of pushes, pulls and deletions (package webhooks); empty: nobody.
+	Webhooks string
 	// InsecureOpen lets the server listen for other machines without TLS, or without Access.
 	InsecureOpen bool
 	// Audit takes a line of JSON for each decision about access; nil: none are written.
@@ -77,11 +88,15 @@ type Options struct {
 	// StartupMax is how large a startup set may be; the zero value is a quarter of
 	// the image.
 	StartupMax startup.Limit
+	// ScrubRate has the server read what rests, over and over, at so many bytes a second, and mend it (package scrub); 0: it does not.
+	ScrubRate scrub.Rate
 	// Upstream makes the server an accelerator, if it has a URL. What is to be
-	// set besides: Auth, CA, TagTTL, TagTimeout.
+	// set besides: Auth, CA, TagTTL, TagTimeout, ClientCredentials, RightsTTL.
 	Upstream upstream.Options
 	// IdleBody is how long the body of a request may bring nothing; 0 means a minute.
 	IdleBody time.Duration
+	// IdleAnswer is for how long a client may take nothing of an answer; 0 means two minutes.
+	IdleAnswer time.Duration
 	// Grace is how long requests under way may go on after Close; 0 means 10 s.
 	// A pull that is cut off resumes elsewhere or later.
 	Grace time.Duration
@@ -108,6 +123,7 @@ type Server struct {
 	http     *http.Server
 	handler  http.Handler
 	guard    *guard.Guard       // nil: the server is open
+	retainer *retainer          // nil: there is none
 	metrics  metrics.Collectors // set by open
 	closers  []func() error     // what is open, in the order of opening
 
@@ -136,6 +152,9 @@ func Start(ctx context.Context, opts Options) (_ *Server, err error) {
 	}
 	if opts.IdleBody == 0 {
 		opts.IdleBody = time.Minute
+	}
+	if opts.IdleAnswer == 0 {
+		opts.IdleAnswer = 2 * time.Minute
 	}
 	if opts.Grace == 0 {
 		opts.Grace = 10 * time.Second
@@ -176,8 +195,10 @@ type parts struct {
 	local    *sqlite.Catalog       // below the root
 	catalog  catalog.Catalog       // local, or the accelerator's view of it
 	here     objects.Store         // below the root
-	store    objects.Store         // here, or the accelerator's view of it
+	store    objects.Store         // here, with blobs that can be restored, or the accelerator's view of it
 	front    *upstream.Accelerator // nil: this is no accelerator
+	encoders *encoder.Set
+	blobs    *restore.Blobs
 	ingester *ingest.Ingester
 	bundle   *bundles.Handler
 	queue    *queue
@@ -185,6 +206,7 @@ type parts struct {
 	readers  *readers.Readers
 	space    *space
 	admin    *admin.Admin
+	webhooks *webhooks.Sender // nil: nobody is told
 }
 
 // open is the paths that ask nobody who they are.
@@ -202,17 +224,23 @@ func (s *Server) open(ctx context.Context) error {
 	if err := s.openStores(ctx, &p); err != nil {
 		return err
 	}
+	if err := s.openWebhooks(ctx, &p); err != nil {
+		return err
+	}
 	if err := s.openServices(&p); err != nil {
 		return err
 	}
 	if err := syncToTop(s.opts.Root); err != nil {
 		return err
 	}
-	requests := newRequestMetrics()
-	s.metrics = append(append(requests.all(), s.guard.Metrics()...), p.ingester.Metrics, p.bundle.Metrics(), p.queue.metrics())
-	s.metrics = append(s.metrics, p.space.metrics()...)
+	requests, scrubbed := newRequestMetrics(), scrub.NewMetrics()
+	s.metrics = append(append(requests.all(), s.guard.Metrics()...), p.ingester.Metrics, p.blobs.Metrics, p.bundle.Metrics(), p.queue.metrics(), scrubbed)
+	s.metrics = append(append(s.metrics, p.webhooks.Metrics()...), p.space.metrics()...)
 	if p.admin.Collector != nil {
 		s.metrics = append(s.metrics, p.admin.Collector.Metrics()...)
+	}
+	if s.opts.ScrubRate > 0 {
+		s.closers = append(s.closers, s.scrubber(&p, scrubbed))
 	}
 	if p.front != nil {
 		s.metrics = append(s.metrics, p.front.Metrics())
@@ -246,7 +274,13 @@ func (s *Server) openStores(ctx context.Context, p *parts) error {
 		return err
 	}
 	p.here, p.store, p.catalog = dir, dir, p.local
+	p.encoders = &encoder.Set{Programs: programs.Program}
+	s.closers = append(s.closers, p.encoders.Close)
+	p.blobs = &restore.Blobs{Store: &dedup.Store{Objects: dir, Catalog: p.local}, Encoders: p.encoders, Metrics: restore.NewMetrics(), Readers: p.readers}
 	if s.opts.Upstream.URL == "" {
+		front := restore.NewStore(p.blobs, toldHealed(s.log))
+		s.closers = append(s.closers, front.Close)
+		p.store = front
 		return nil
 	}
 	o := s.opts.Upstream
@@ -255,7 +289,25 @@ func (s *Server) openStores(ctx context.Context, p *parts) error {
 		return err
 	}
 	s.closers = append(s.closers, p.front.Close)
+	if o.ClientCredentials {
+		if s.guard, err = guard.Relay(guard.RelayOptions{Judge: p.front, Audit: s.opts.Audit, Log: s.log}); err != nil {
+			return err
+		}
+	}
 	p.store, p.catalog = p.front.Store(), p.front.Catalog()
+	return nil
+}
+
+// openWebhooks makes what tells others of what happens.
+func (s *Server) openWebhooks(ctx context.Context, p *parts) (err error) {
+	if s.opts.Webhooks == "" {
+		return nil
+	}
+	p.webhooks, err = webhooks.Open(ctx, webhooks.Options{File: s.opts.Webhooks, Queue: rootdir.Webhooks(s.opts.Root), Log: s.log})
+	if err != nil {
+		return fmt.Errorf("webhooks: %w", err)
+	}
+	s.closers = append(s.closers, p.webhooks.Close)
 	return nil
 }
 
@@ -270,23 +322,32 @@ func (s *Server) openServices(p *parts) (err error) {
 		Catalog:    p.catalog,
 		Objects:    p.store,
 		Rootfs:     fetched(p.front, rootfsOf(p.ingester.Rootfs, p.catalog, p.store, s.log)),
-		Repair:     fetched(p.front, rootfsOf(repair(p.ingester, p.store), p.catalog, p.store, s.log)),
+		Repair:     fetched(p.front, rootfsOf(repair(p.ingester, p.store, p.blobs), p.catalog, p.store, s.log)),
 		Recipe:     recipeOf(p.ingester),
 		StartupMax: s.opts.StartupMax,
+		Patience:   s.opts.IdleAnswer,
 		Guard:      s.guard,
 		Readers:    p.readers,
+		Webhooks:   p.webhooks,
 		Log:        s.log,
 	})
 	s.closers = append(s.closers, p.bundle.Close)
-	p.queue = newQueue(p.bundle, p.front, p.catalog, s.log)
-	s.closers = append(s.closers, p.queue.Close, makeRecipes(p.ingester, p.here, s.log))
+	p.queue = newQueue(p.bundle, s.guard, p.front, p.catalog, s.log)
+	s.closers = append(s.closers, p.queue.Close, makeRecipes(p.ingester, p.here, s.log), prove(p.ingester, p.encoders, p.here, s.log))
+	bounds, err := s.bound(p)
+	if err != nil {
+		return err
+	}
 	p.registry, err = registry.New(registry.Options{
+		Bounds:     bounds,
 		Store:      p.store,
 		Catalog:    p.catalog,
 		Uploads:    filepath.Join(s.opts.Root, "uploads"),
 		OnManifest: p.queue.add,
 		Room:       p.space.room,
+		Heal:       p.blobs.Heal,
 		Guard:      s.guard,
+		Webhooks:   p.webhooks,
 		Log:        s.log,
 	})
 	if err != nil {
@@ -307,6 +368,7 @@ func (s *Server) route(p *parts) http.Handler {
 		v2 = p.front.ReadOnly(p.registry)
 		mux.Handle("POST "+upstream.WebhookPath, p.front.Webhook(p.queue.told, s.mayNotify, refuse))
 	}
+	v2 = tcp.PatientHandler(v2, s.opts.IdleAnswer)
 	mux.Handle("/v2", v2)
 	mux.Handle("/v2/", v2)
 	for _, e := range bundles.Endpoints() {
@@ -314,7 +376,9 @@ func (s *Server) route(p *parts) http.Handler {
 	}
 	mux.Handle(admin.Prefix, p.admin.Handler(s.mayAdminister))
 	if s.guard != nil {
-		mux.HandleFunc(login.TokenPath, s.guard.Token)
+		if !s.guard.Relays() { // else the upstream names its own
+			mux.HandleFunc(login.TokenPath, s.guard.Token)
+		}
 		mux.HandleFunc("GET "+MetricsPath, s.serveMetrics)
 	}
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, req *http.Request) {

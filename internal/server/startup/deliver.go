@@ -77,14 +77,14 @@ func (s *Sets) current(ctx context.Context, m Image, table *toc.TOC) (catalog.St
 			continue
 		}
 		if errors.Is(err, objects.ErrNotFound) || errors.Is(err, ErrCorrupt) {
-			s.lost(ctx, row, err)
+			s.Lost(ctx, row, err)
 		}
 		return row, nil, fmt.Errorf("startup sets of %s of %s: %w", m.ChainID, m.Repository, err)
 	}
 }
 
-// lost has a store built anew that was lost or damaged.
-func (s *Sets) lost(ctx context.Context, row catalog.StartupImage, why error) {
+// Lost has a store built anew that was lost or damaged.
+func (s *Sets) Lost(ctx context.Context, row catalog.StartupImage, why error) {
 	ctx = context.WithoutCancel(ctx)
 	now, err := s.o.Catalog.StartupImage(ctx, row.Repository, row.ChainID)
 	if err == nil && now.Key == row.Key {
@@ -446,7 +446,7 @@ func (r *reader) damaged(why error) error {
 	}
 	if !r.bad {
 		r.bad = true
-		r.delivery.set.sets.lost(r.ctx, r.delivery.set.row, why)
+		r.delivery.set.sets.Lost(r.ctx, r.delivery.set.row, why)
 	}
 	return nil
 }

@@ -60,7 +60,7 @@
 // A store is made from the packs, verified, and can be made again: traces, in the
 // catalog, are what it comes from. Each build that changes something writes
 // another object (its generation) and then tells the catalog; the one before
-// stays for streams that read it.
+// stays for a while, for streams that read it.
 package startup
 
 import (
@@ -114,6 +114,8 @@ type Options struct {
 	// Settle is how long after a build the next one of the image waits when
 	// workers reported; 0 means 5 seconds.
 	Settle time.Duration
+	// Retire is how long a store that another one has replaced stays for the streams that read it; 0 means 10 minutes.
+	Retire time.Duration
 	// Memory bounds the indices kept in memory, bytes; 0 means 32 MiB.
 	Memory int64
 	// Readers are told who reads objects; nil: nobody is.
@@ -158,6 +160,9 @@ func New(o Options) *Sets {
 	if o.Settle == 0 {
 		o.Settle = 5 * time.Second
 	}
+	if o.Retire == 0 {
+		o.Retire = retireAfter
+	}
 	if o.Memory == 0 {
 		o.Memory = 32 << 20
 	}
@@ -174,6 +179,9 @@ func New(o Options) *Sets {
 		for _, m := range stale {
 			s.build(imageOf(m), true)
 		}
+		if err := s.retireAll(s.ctx); err != nil && s.ctx.Err() == nil {
+			o.Log.Error("startup sets: what was replaced stays", "error", err)
+		}
 	})
 	return s
 }
@@ -188,6 +196,8 @@ func (s *Sets) Close() error {
 	s.mu.Unlock()
 	s.cancel()
 	s.work.Wait()
+	s.stores.Close()
+	s.aligned.Close()
 	return nil
 }
 
@@ -416,6 +426,7 @@ func (s *Sets) rebuild(ctx context.Context, m Image) error {
 	raw, stored := next.size()
 	s.o.Log.Info("startup sets built", "repository", m.Repository, "chain_id", m.ChainID, "services", len(services),
 		"bytes", raw, "stored", stored, "took", time.Since(began).Round(time.Millisecond))
+	s.retireLater(built)
 	return s.sweepObjects(ctx, m, built)
 }
 

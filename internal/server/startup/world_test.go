@@ -32,6 +32,8 @@ type world struct {
 	*Sets
 	memory *objectstest.Memory
 	max    Limit
+	// retireAfter is Options.Retire.
+	retireAfter time.Duration
 }
 
 func newWorld(t testing.TB) *world {
@@ -53,6 +55,7 @@ func (w *world) start(t testing.TB) {
 	w.Sets = New(Options{
 		Catalog: w.World.Catalog, Objects: w.World.Objects, Load: w.load, Max: w.max,
 		Settle: time.Hour, // the tests ask for what they wait for
+		Retire: w.retireAfter,
 		Log:    slog.New(slog.DiscardHandler),
 	})
 	sets := w.Sets

@@ -13,6 +13,7 @@ import (
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
 	"hydrofoil.dev/foil/internal/server/catalog"
+	"hydrofoil.dev/foil/internal/server/guard"
 	"hydrofoil.dev/foil/internal/server/registry"
 )
 
@@ -259,6 +260,10 @@ func (c Catalog) ListRepositories(ctx context.Context, after string, limit int) 
 	a := c.a
 	asking, cancel := context.WithTimeout(ctx, lookupTime)
 	defer cancel()
+	shown, relayed := guard.Shown(ctx)
+	if relayed {
+		asking = withShown(asking, shown) // which names there are may depend on who asks
+	}
 	const scope = "registry:catalog:*"
 	var names []string
 	var err error
@@ -274,7 +279,10 @@ func (c Catalog) ListRepositories(ctx context.Context, after string, limit int) 
 			}
 		}
 	}
-	if bridged(err) {
+	if denied := a.denied("", err); relayed && denied != nil {
+		return nil, denied
+	}
+	if bridged(err) && !relayed {
 		a.log.Warn("upstream does not answer: the repositories that are here are listed", "error", err)
 		return c.Catalog.ListRepositories(ctx, after, limit)
 	}

@@ -115,6 +115,9 @@ func (c *client) do(ctx context.Context, what, method, path, scope string, heade
 }
 
 func (c *client) ask(ctx context.Context, what, method, path, scope string, header http.Header) (*http.Response, error) {
+	if shown, ok := shownIn(ctx); ok {
+		return c.askAs(ctx, shown, what, method, path, header)
+	}
 	if scope != "" {
 		ctx = docker.WithScope(ctx, scope)
 	}
@@ -122,16 +125,10 @@ func (c *client) ask(ctx context.Context, what, method, path, scope string, head
 	var responses []*http.Response
 	auth := c.auth(nil)
 	for {
-		u := *c.base
-		u.Path, u.RawQuery, _ = strings.Cut("/v2/"+path, "?")
-		req, err := http.NewRequestWithContext(ctx, method, u.String(), nil)
+		req, err := c.request(ctx, method, path, header)
 		if err != nil {
 			return nil, c.failed(ctx, what, err)
 		}
-		if header != nil {
-			req.Header = header.Clone()
-		}
-		req.Header.Set("User-Agent", "foil")
 		if err := auth.Authorize(ctx, req); err != nil {
 			c.auth(auth)
 			return nil, c.refused(ctx, what, err)
@@ -161,6 +158,20 @@ func (c *client) ask(ctx context.Context, what, method, path, scope string, head
 		e.Err = refused
 		return nil, e
 	}
+}
+
+func (c *client) request(ctx context.Context, method, path string, header http.Header) (*http.Request, error) {
+	u := *c.base
+	u.Path, u.RawQuery, _ = strings.Cut("/v2/"+path, "?")
+	req, err := http.NewRequestWithContext(ctx, method, u.String(), nil)
+	if err != nil {
+		return nil, err
+	}
+	if header != nil {
+		req.Header = header.Clone()
+	}
+	req.Header.Set("User-Agent", "foil")
+	return req, nil
 }
 
 // auth returns the authorizer; one that failed is replaced by a new one first,

@@ -60,6 +60,9 @@ type Error struct {
 	said bool
 	// code is that of the distribution API, when it said one.
 	code string
+	// challenge is how the upstream wants to be logged in to: of an answer 401. unauthorized: it was one.
+	challenge    string
+	unauthorized bool
 	// advice replaces that of Kind, unless empty.
 	advice string
 }
@@ -181,6 +184,7 @@ func (c *client) statusError(resp *http.Response, what string) *Error {
 	switch s := resp.StatusCode; {
 	case s == http.StatusUnauthorized || s == http.StatusForbidden:
 		e.Kind = Denied
+		e.unauthorized, e.challenge = s == http.StatusUnauthorized, strings.Join(resp.Header.Values("Www-Authenticate"), ", ")
 	case s == http.StatusNotFound || s == http.StatusGone:
 		e.Kind = Missing
 	case s == http.StatusTooManyRequests:

@@ -37,9 +37,10 @@
 // # Who may pull
 //
 // Everybody who reaches the accelerator may pull what the upstream lets the
-// accelerator's credentials pull: a client's own credentials are not passed on.
+// accelerator's credentials pull, as far as rules of access allow. With Options.ClientCredentials
+// the upstream is asked for each client whether it lets these credentials pull, too (rights.go).
 // What was here stays reachable by digest when the upstream deletes it or the
-// credentials lose the right to it; only a tag is asked for again.
+// accelerator's credentials lose the right to it; only a tag is asked for again.
 package upstream
 
 import (
@@ -83,6 +84,10 @@ type Options struct {
 	// TagTimeout is how long the upstream has to answer about a tag that is here;
 	// then it is served as it was. 0 means 5 s.
 	TagTimeout time.Duration
+	// ClientCredentials has the upstream decide who may pull, by the credentials that clients show (MayPull).
+	ClientCredentials bool
+	// RightsTTL is how long the upstream's answer to that holds; 0 means a minute.
+	RightsTTL time.Duration
 	// Pause is before the second try of a request that failed; it doubles with
 	// each further one. 0 means 250 ms.
 	Pause time.Duration
@@ -111,6 +116,7 @@ type Accelerator struct {
 
 	tags    checks // by repository:tag
 	lookups checks // of manifests and blobs
+	rights  rights // of clients
 
 	mu        sync.Mutex
 	fresh     map[string]time.Time // guarded by mu: when the upstream was asked for a tag
@@ -126,6 +132,9 @@ const leftFor = 7 * 24 * time.Hour
 func New(o Options) (*Accelerator, error) {
 	if o.TagTimeout == 0 {
 		o.TagTimeout = 5 * time.Second
+	}
+	if o.RightsTTL == 0 {
+		o.RightsTTL = time.Minute
 	}
 	if o.Pause == 0 {
 		o.Pause = 250 * time.Millisecond
@@ -152,6 +161,7 @@ func New(o Options) (*Accelerator, error) {
 		fresh:     map[string]time.Time{},
 		downloads: map[string]*download{},
 		slots:     make(chan struct{}, o.Parallel),
+		rights:    newRights(),
 	}
 	a.wg.Go(func() { a.clean(ctx) })
 	return a, nil

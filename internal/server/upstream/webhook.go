@@ -45,8 +45,8 @@ type envelope struct {
 // pushed, which returns false if it cannot take more now: then the upstream is
 // asked to tell it again. Nothing is believed but that something may be worth
 // fetching, which whoever can send a notification could have by a pull. may is asked for each
-// repository first; its error, which refuses the whole envelope, is told by refuse.
-func (a *Accelerator) Webhook(pushed func(Pushed) bool, may func(ctx context.Context, repository string) error, refuse func(http.ResponseWriter, error)) http.Handler {
+// of them first; its error, which refuses the whole envelope, is told by refuse.
+func (a *Accelerator) Webhook(pushed func(Pushed) bool, may func(context.Context, Pushed) error, refuse func(http.ResponseWriter, error)) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		b, err := io.ReadAll(http.MaxBytesReader(w, req.Body, maxEnvelope))
 		var all []Pushed
@@ -58,7 +58,7 @@ func (a *Accelerator) Webhook(pushed func(Pushed) bool, may func(ctx context.Con
 			return
 		}
 		for _, p := range all {
-			if err := may(req.Context(), p.Repository); err != nil {
+			if err := may(req.Context(), p); err != nil {
 				refuse(w, err)
 				return
 			}

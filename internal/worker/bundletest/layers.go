@@ -7,6 +7,7 @@ import (
 	"errors"
 	"io"
 	"net/http"
+	"runtime"
 	"slices"
 	"strings"
 	"testing"
@@ -53,7 +54,7 @@ func NewLayers(t testing.TB, layers ...layertest.Layer) *Image {
 	t.Helper()
 	m := &Image{Data: make(map[segment.ID][]byte)}
 	var stack []flatten.Layer
-	var config ocispec.Image
+	config := ocispec.Image{Platform: ocispec.Platform{OS: "linux", Architecture: runtime.GOARCH}}
 	manifest := ocispec.Manifest{Versioned: specs.Versioned{SchemaVersion: 2}}
 	config.RootFS.Type = "layers"
 	for _, l := range layers {

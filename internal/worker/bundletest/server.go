@@ -271,7 +271,11 @@ func (s *Server) pull(w http.ResponseWriter, r *http.Request) {
 	}
 	lies := m.Lies
 	before := func(section string, frames int) bool {
-		if lies.Before == nil || lies.Before(section, frames, out) {
+		if lies.Before == nil {
+			return true
+		}
+		http.NewResponseController(w).Flush() //nolint:errcheck // it may take its time
+		if lies.Before(section, frames, out) {
 			return true
 		}
 		_ = out.Flush()

@@ -1,6 +1,7 @@
 package fetch
 
 import (
+	"sync"
 	"time"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
@@ -15,17 +16,20 @@ const (
 )
 
 // due bounds how long an answer brings nothing that the pull can use. That a server says that it is at
-// work (bundle.TypeAlive) keeps a connection from being taken for dead, and no more.
+// work (bundle.TypeAlive) keeps a connection from being taken for dead, and no more. Nor does it help to send again
+// and again what is here: only a step forward counts (Pull.step).
 type due struct {
+	p    *Pull
 	resp *remote.Stream
-	most time.Duration // between two sections that bring something, the header's being the first
+	most time.Duration // that reads may wait in all, given again within half of it after a step forward
+	from time.Time     // when the answer's header was here
 }
 
 // due returns that of an answer of the pull.
 func (p *Pull) due(resp *remote.Stream) due {
 	first, most := allowed(p.opts.GiveUp, time.Since(p.began), p.counts.opened.Load() > 0)
 	resp.Limit(first)
-	return due{resp, most}
+	return due{p: p, resp: resp, most: most}
 }
 
 // allowed is how long an answer may take for the first section that brings something, and from one to the next: of
@@ -48,17 +52,54 @@ func (p *Pull) headerWithin() time.Duration {
 	return p.opts.GiveUp
 }
 
-// came is told of each section, and returns when the last one came that brought something: now or, as before, last.
-func (t *due) came(section any, last time.Time) time.Time {
+// came is told of each section, jobs are the frames before it that are with the workers.
+func (t *due) came(section any, jobs *sync.WaitGroup) {
 	switch section.(type) {
-	case *bundle.Image, *bundle.Startup, *bundle.Pages, *bundle.Plan, *bundle.Frame:
+	case *bundle.Image:
+		t.from = time.Now() // there is one in an answer
 		t.resp.Limit(t.most)
-		return time.Now()
+	case *bundle.Startup, *bundle.Pages, *bundle.Plan, *bundle.Frame:
+		t.extend(0, jobs)
 	}
-	return last
 }
 
 // coming is told of a frame whose n bytes are to come.
-func (t *due) coming(n int) {
+func (t *due) coming(n int, jobs *sync.WaitGroup) { t.extend(n, jobs) }
+
+// extend gives the answer its time again, and more for n bytes, unless the last step forward was too long ago: then
+// what it has sent since was of no use, or is with the workers still.
+func (t *due) extend(n int, jobs *sync.WaitGroup) {
+	old := func() bool { return time.Since(t.from) > t.most/2 && time.Since(t.p.step()) > t.most/2 }
+	if old() {
+		if jobs.Wait(); old() {
+			return
+		}
+	}
 	t.resp.Limit(t.most + time.Duration(n)*time.Second/leastRate)
+}
+
+// forward is how far a pull has come: whether the header is here, and how many bytes of the arena's contents. A server
+// cannot have more of that than the image has, however often it is asked.
+type forward struct {
+	steps int64
+	last  time.Time // when there was one more
+}
+
+// step looks whether the pull has come forward, and returns when it last has.
+func (p *Pull) step() time.Time {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if n := p.stepsLocked(); n > p.forward.steps {
+		p.forward = forward{n, time.Now()}
+	}
+	return p.forward.last
+}
+
+// stepsLocked returns how far the pull has come. p.mu is held.
+func (p *Pull) stepsLocked() int64 {
+	n := p.counts.opened.Load()
+	if p.target != nil && p.target.arena != nil {
+		n += p.target.arena.ContentHere()
+	}
+	return n
 }

@@ -1,7 +1,10 @@
 package fetch
 
 import (
+	"context"
 	"errors"
+	"net/http"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -60,6 +63,62 @@ func TestAliveIsNoProgress(t *testing.T) {
 				}
 				if err := <-read; !errors.Is(err, ErrUnreachable) {
 					t.Errorf("the read: %v", err)
+				}
+			})
+		})
+	}
+}
+
+// TestWhatIsHereIsNoProgress: a server that sends the same again and again is given up, in whatever way it ends its
+// answers.
+func TestWhatIsHereIsNoProgress(t *testing.T) {
+	m := newImage(t, files(20)...)
+	for name, test := range map[string]struct {
+		times int    // that the frame is sent in each answer
+		then  func() // nil: the protocol is broken
+		want  error
+	}{
+		"out of turn":   {1, nil, bundle.ErrCorrupt},
+		"cut":           {1, func() { panic(http.ErrAbortHandler) }, ErrUnreachable},
+		"in one answer": {10_000, nil, ErrUnreachable},
+	} {
+		t.Run(name, func(t *testing.T) {
+			with(t, m, func(t *testing.T, s *server, w *worker) {
+				plan, frames := s.Plan(m, &bundle.Request{}, nil)
+				first := plan.Frames[0]
+				again := &bundle.Plan{
+					Frames: slices.Repeat(plan.Frames[:1], test.times), Segments: slices.Repeat(plan.Segments[:first.Segments], test.times),
+					ContentBytes: int64(first.RawLength) * int64(test.times),
+				}
+				for i := range again.Frames {
+					again.Frames[i].First = uint32(i) * first.Segments
+				}
+				for range 1000 {
+					s.Scripts = append(s.Scripts, script{Header: func(out *bundle.Writer) {
+						header := m.Image
+						_ = out.Image(&header)
+						_ = out.Plan(again)
+						for i := range again.Frames {
+							if out.Frame(uint32(i), frames[0].Bytes) != nil || out.Flush() != nil {
+								return
+							}
+							if i > 0 {
+								time.Sleep(5 * time.Millisecond) // a server that takes its time
+							}
+						}
+						if test.then != nil {
+							test.then()
+						}
+					}})
+				}
+				c := s.Client(t, remote.Options{})
+				defer c.Close()
+				o := w.options(c)
+				o.GiveUp = 2 * time.Second
+				ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+				defer cancel()
+				if err := Start(ctx, o).Wait(); !errors.Is(err, test.want) {
+					t.Errorf("Wait: %v, want %v", err, test.want)
 				}
 			})
 		})

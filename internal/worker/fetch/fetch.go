@@ -85,10 +85,13 @@ type Options struct {
 	// Bring ask for them; what is absent when the last stream has ended is no error of the pull.
 	Elsewhere func(ctx context.Context, absent []int) []int
 
-	// GiveUp is how long the pull keeps trying while nothing arrives; 0 means
-	// DefaultGiveUp. Then its arenas fail: reads that wait get an error. That the server says it is at
-	// work is nothing that arrives; only for the header an hour is given to one that does.
+	// GiveUp is how long the pull keeps trying while nothing arrives that the arena lacks; 0 means
+	// DefaultGiveUp. That the server says it is at work is nothing that arrives, nor is what it sends again; only
+	// for the header an hour is given to one that does.
 	GiveUp time.Duration
+	// Failed is called, when not nil, when the pull fails and its arena lacks something. Nil makes the arena
+	// fail: reads that wait get an error.
+	Failed func(err error)
 	// GiveUpUnopened is the same until the header has arrived,
 	// while nobody reads; 0 means 15 seconds, at most GiveUp. A server that
 	// refuses connections, whose name is unknown or certificate not trusted, and

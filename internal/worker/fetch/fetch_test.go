@@ -763,7 +763,7 @@ func FuzzStream(f *testing.F) {
 		defer w.close()
 		p := newPull(t.Context(), w.options(nil))
 		p.pipe.work.Go(p.pipe.worker)
-		st := &stream{p: p, cancel: p.cancel, due: due{resp: new(remote.Stream)}}
+		st := &stream{p: p, cancel: p.cancel, due: due{p: p, resp: new(remote.Stream)}}
 		err := st.read(p.ctx, bytes.NewReader(data), &p.opts.Request)
 		st.end()
 		st.jobs.Wait()

@@ -168,7 +168,7 @@ func (j *join) read(ctx context.Context, s *stream, resp io.Reader, req *bundle.
 	var held *buffer // a frame's buffer, until a worker has it
 	defer func() { p.pipe.putBuffer(held) }()
 	r := bundle.NewReader(resp, bundle.ReaderOptions{Request: req, Buffer: func(n int) []byte {
-		s.due.coming(n)
+		s.due.coming(n, &s.jobs)
 		p.pipe.putBuffer(held)
 		held = p.pipe.getBuffer(ctx, n)
 		return held.bytes
@@ -183,7 +183,7 @@ func (j *join) read(ctx context.Context, s *stream, resp io.Reader, req *bundle.
 		if err != nil {
 			return err
 		}
-		s.due.came(section, time.Time{})
+		s.due.came(section, &s.jobs)
 		switch v := section.(type) {
 		case *bundle.Hello:
 			s.id = v.Stream

@@ -55,9 +55,6 @@ type counts struct {
 	rate       rate
 }
 
-// arrivals counts the steps forward: the header, and frames written.
-func (c *counts) arrivals() int64 { return c.opened.Load() + c.frames.Load() }
-
 func (p *Pull) startup() Startup {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -84,7 +81,7 @@ func (p *Pull) Progress() Progress {
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.trouble.arrivals == c.arrivals() {
+	if p.trouble.steps == p.stepsLocked() {
 		pr.Trouble = p.trouble.why
 	}
 	return pr
@@ -104,14 +101,14 @@ func (c counted) Read(b []byte) (int, error) {
 
 // trouble is how a stream ended, other than well.
 type trouble struct {
-	why      string // empty: there was none, or a stream runs again
-	arrivals int64  // of the pull by then
+	why   string // empty: there was none, or a stream runs again
+	steps int64  // how far the pull had come by then
 }
 
-func (p *Pull) setTrouble(t trouble) {
+func (p *Pull) setTrouble(why string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.trouble = t
+	p.trouble = trouble{why, p.stepsLocked()}
 }
 
 // rate measures bytes a second over the last seconds.

@@ -14,6 +14,7 @@ import (
 	"syscall"
 	"time"
 
+	"hydrofoil.dev/foil/internal/backoff"
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/format/oci"
 	"hydrofoil.dev/foil/internal/format/segment"
@@ -34,7 +35,6 @@ type Pull struct {
 	done   chan struct{} // closed after run has ended, and err is set
 	err    error
 	began  time.Time
-	last   time.Time // when something came that the pull can use; of the goroutine that reads streams
 
 	counts   counts
 	pipe     pipeline
@@ -51,6 +51,7 @@ type Pull struct {
 	damage   damage              // guarded by mu
 	origin   string              // guarded by mu: of the first startup set
 	trouble  trouble             // guarded by mu
+	forward  forward             // guarded by mu
 	// Guarded by mu: segments, ascending, that come another way and are asked for as if they were here;
 	// exact: there was reason for that. See choice.
 	elsewhere []int
@@ -90,6 +91,7 @@ func newPull(ctx context.Context, opts Options) *Pull {
 		done:  make(chan struct{}),
 		image: opts.Request.Image,
 	}
+	p.forward.last = p.began
 	p.ctx, p.cancel = context.WithCancelCause(ctx)
 	p.damage.times = make(map[segment.ID]int)
 	o := schedule.Options{Beyond: opts.PromoteBeyond, Hold: opts.Hold}
@@ -148,13 +150,17 @@ func (p *Pull) run() {
 	p.counts.total.Store(p.counts.moved.Load())
 }
 
-// fail makes the arena fail for reads that would otherwise wait for ever. When
+// fail sees to it that reads do not wait for ever for what this pull does not bring. When
 // the pull was stopped from outside, another one will come.
 func (p *Pull) fail(err error) {
 	if errors.Is(err, ErrStopped) || p.outer.Err() != nil {
 		return
 	}
-	if a := p.arena(); a != nil && !a.Complete() {
+	switch a := p.arena(); {
+	case a == nil || a.Complete():
+	case p.opts.Failed != nil:
+		p.opts.Failed(p.err)
+	default:
 		a.Fail(p.err)
 	}
 }
@@ -232,11 +238,10 @@ func unlikely(err error) bool {
 // streams runs one stream after the other until one comes to its end with
 // nothing left to ask for.
 func (p *Pull) streams() error {
-	last := p.began // when something arrived
-	faults := 0     // streams that broke the protocol, in a row
-	stalls := 0     // streams that stalled: a server that needs longer is not to be asked the same for ever
+	faults := 0 // streams that broke the protocol, in a row
+	stalls := 0 // streams that stalled: a server that needs longer is not to be asked the same for ever
 	for pause := time.Duration(0); ; {
-		before := p.counts.arrivals()
+		before := p.step()
 		err := p.stream(stalls)
 		if err == nil {
 			return nil
@@ -247,10 +252,11 @@ func (p *Pull) streams() error {
 		if errors.Is(err, errReplan) {
 			continue
 		}
-		now := time.Now()
-		if p.counts.arrivals() > before {
-			last, faults, pause = p.last, 0, 0
+		last := p.step()
+		if last.After(before) {
+			faults, pause = 0, 0
 		}
+		now := time.Now()
 		if errors.Is(err, remote.ErrStall) {
 			stalls = min(stalls+1, 4)
 		}
@@ -260,7 +266,7 @@ func (p *Pull) streams() error {
 			}
 		}
 		limit := p.opts.GiveUp
-		if p.counts.arrivals() == 0 {
+		if p.counts.opened.Load() == 0 {
 			limit = p.opts.GiveUpUnopened
 			if unlikely(err) {
 				limit = min(limit, patience)
@@ -280,16 +286,12 @@ func (p *Pull) streams() error {
 		p.counts.resumes.Add(1)
 		p.log.Warn("stream broke, resuming", "error", err, "pause", wait)
 		if !errors.Is(err, errRestart) {
-			p.setTrouble(trouble{err.Error(), p.counts.arrivals()})
-			timer := time.NewTimer(wait)
-			select {
-			case <-timer.C:
-			case <-p.ctx.Done():
-				timer.Stop()
-				return context.Cause(p.ctx)
-			}
-			pause = min(max(2*pause, p.opts.Pause), 5*time.Second)
+			p.setTrouble(err.Error())
 		}
+		if backoff.Wait(p.ctx, wait) != nil {
+			return context.Cause(p.ctx)
+		}
+		pause = min(max(2*pause, p.opts.Pause), 5*time.Second)
 	}
 }
 

@@ -140,7 +140,7 @@ func (s *stream) read(ctx context.Context, resp io.Reader, req *bundle.Request) 
 	var held *buffer // a frame's buffer, until a worker has it
 	defer func() { p.pipe.putBuffer(held) }()
 	r := bundle.NewReader(resp, bundle.ReaderOptions{Request: req, Head: p.head, Buffer: func(n int) []byte {
-		s.due.coming(n)
+		s.due.coming(n, &s.jobs)
 		p.pipe.putBuffer(held)
 		held = p.pipe.getBuffer(ctx, n)
 		return held.bytes
@@ -153,7 +153,7 @@ func (s *stream) read(ctx context.Context, resp io.Reader, req *bundle.Request) 
 		if err != nil {
 			return err
 		}
-		p.last = s.due.came(section, p.last)
+		s.due.came(section, &s.jobs)
 		switch v := section.(type) {
 		case *bundle.Hello:
 			s.id = v.Stream

@@ -27,6 +27,7 @@ import (
 	"hydrofoil.dev/foil/internal/format/toc/toctest"
 	"hydrofoil.dev/foil/internal/worker/api"
 	"hydrofoil.dev/foil/internal/worker/bundletest"
+	"hydrofoil.dev/foil/internal/worker/hosttest"
 )
 
 // honest is an image that is what it says.
@@ -89,13 +90,6 @@ type container struct {
 	of       *honest
 }
 
-// within has liars push to the registry of honest images, too.
-//
-// BUG: then, about once in a thousand rounds, the pull of an honest image or a read of it fails with an error (no bytes
-// are wrong): what it borrows lies in the arena of an image that was found out, or removed, while it arrives. Pulled
-// again it is right.
-var within = flag.Bool("liars.within", false, "TestRandomLiar: liars push to the registry of honest images, too")
-
 // TestRandomLiar has honest images pulled, run, updated and removed on a worker on which others come from servers that lie
 // about everything that they could lie about. -rapid.checks says how many workers there are in a row, -rapid.steps how many
 // steps each takes, about; each step is a round, after which every file of the honest images is compared.
@@ -149,7 +143,12 @@ func newWorld(t testing.TB, rt *rapid.T, images []*honest, n *tally) *world {
 			x.named[s.Serve(fmt.Sprintf("app%d:1", app), images[2*app].m)] = images[2*app]
 		}
 	}
-	x.worker = newWorker(rt)
+	kinds, err := hosttest.Gates()
+	if err != nil {
+		t.Fatal(err)
+	}
+	x.worker = newWorkerOn(rt, oneOf(rt, "gate", kinds))
+	n.add(x.opts.Gate)
 	var cancel context.CancelFunc
 	x.ctx, cancel = context.WithCancel(context.Background())
 	rt.Cleanup(func() {
@@ -322,10 +321,7 @@ func (x *world) lie(t *rapid.T) {
 		return
 	}
 	x.number++
-	s := x.servers[2]
-	if *within {
-		s = x.servers[2*evenly(t, "server", 2)]
-	}
+	s := x.servers[2*evenly(t, "server", 2)]
 	l.ref = s.Serve(fmt.Sprintf("liar%d:1", x.number), l.m)
 	l.pull = x.follow(l.ref)
 	x.liars = append(x.liars, l)
@@ -378,13 +374,7 @@ func (x *world) judge(t *rapid.T) {
 			return
 		}
 	case <-time.After(2 * time.Minute):
-		// BUG: seen once in thousands of rounds, of sections out of turn. It is in nobody else's way.
-		if *within {
-			t.Fatalf("the pull of %s (%v) has no end", l.ref, l.told)
-		}
-		x.drop(t, l)
-		x.tally.add("no end")
-		return
+		t.Fatalf("the pull of %s (%v) has no end", l.ref, l.told)
 	}
 	x.verdict(t, l)
 	x.drop(t, l)
@@ -534,7 +524,7 @@ func firstDifference(a, b string) int {
 }
 
 // decode decodes JSON.
-func decode(t tester, b []byte, v any) {
+func decode(t hosttest.T, b []byte, v any) {
 	if err := json.Unmarshal(b, v); err != nil {
 		t.Fatal(err)
 	}

@@ -12,6 +12,7 @@ import (
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/format/toc"
 	"hydrofoil.dev/foil/internal/worker/bundletest"
+	"hydrofoil.dev/foil/internal/worker/hosttest"
 )
 
 // liar is an image that says what is not so.
@@ -323,7 +324,7 @@ func (l *liar) layer(t *rapid.T, fn func(*bundletest.Layer)) bool {
 }
 
 // blobs has the manifest name the blobs of another image's layers; the config stays.
-func (l *liar) blobs(t tester, other *bundletest.Image) bool {
+func (l *liar) blobs(t hosttest.T, other *bundletest.Image) bool {
 	var m ocispec.Manifest
 	decode(t, other.Manifest.Bytes, &m)
 	m.Config = ocispec.Descriptor{MediaType: l.m.Config.MediaType, Digest: l.m.Config.Digest, Size: int64(len(l.m.Config.Bytes))}

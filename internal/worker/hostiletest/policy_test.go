@@ -1,6 +1,8 @@
 package hostiletest
 
 import (
+	"context"
+	"errors"
 	"os"
 	"path/filepath"
 	"slices"
@@ -179,5 +181,57 @@ func TestAStartTellsHowFarItsProofIs(t *testing.T) {
 	list, err := w.n.Images(t.Context())
 	if err != nil || len(list) != 1 || list[0].Policy != "proven" || !strings.Contains(list[0].PolicyWhy, "--policy") {
 		t.Errorf("%+v, %v", list, err)
+	}
+}
+
+// keyOf is that of an image's rootfs.
+func (w *worker) keyOf(ref string) origin.Key {
+	w.t.Helper()
+	h, err := w.n.Hold(w.t.Context(), ref)
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	w.n.Release(h.Rootfs)
+	return h.Rootfs
+}
+
+// Who waits for the proof of an image that is still arriving waits for the rest of it first, and is told how it ends.
+func TestAProofOfWhatArrivesIsWaitedFor(t *testing.T) {
+	s := bundletest.New(t)
+	good := layered(t)
+	for name, c := range map[string]struct {
+		image *bundletest.Image
+		code  string
+	}{"good:1": {good, ""}, "lie:1": {lying(t, good), api.CodeCorrupt}} {
+		s.SetLimit(1)
+		ref := s.Serve(name, c.image)
+		w := newWorker(t)
+		w.mustPull(ref, api.Mounted)
+		key := w.keyOf(ref)
+		// Who gives up is told of that, and not that the image is not complete.
+		tired := errors.New("tired")
+		gave, giveUp := context.WithCancelCause(t.Context())
+		giveUp(tired)
+		if err := w.n.AwaitProof(gave, key); !errors.Is(err, tired) {
+			t.Errorf("%s: who gives up is told %v", name, err)
+		}
+		told := make(chan error, 1)
+		go func() { told <- w.n.AwaitProof(t.Context(), key) }()
+		if rec := w.records(ref); rec.Complete {
+			t.Fatalf("%s is complete, and its server has sent a part of it", name)
+		}
+		s.SetLimit(-1)
+		switch err := <-told; {
+		case c.code == "" && (err != nil || w.proof(ref) != "proven"):
+			t.Errorf("%s is %q: %v", name, w.proof(ref), err)
+		case c.code != "" && (err == nil || api.AsError(err).Code != c.code):
+			t.Errorf("%s is %q: %v", name, w.proof(ref), err)
+		}
+		if err := w.n.RemoveImage(t.Context(), ref); err != nil {
+			t.Error(err)
+		}
+		if err := w.n.AwaitProof(t.Context(), key); err == nil || api.AsError(err).Code != api.CodeNotFound {
+			t.Errorf("%s is gone, and who asks for its proof is told %v", name, err)
+		}
 	}
 }

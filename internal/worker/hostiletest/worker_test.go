@@ -6,88 +6,55 @@ package hostiletest
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"log/slog"
 	"os"
 	"path/filepath"
-	"slices"
-	"strings"
-	"syscall"
 	"testing"
 	"time"
 
-	"hydrofoil.dev/foil/internal/kernel"
-	"hydrofoil.dev/foil/internal/kernel/kerneltest"
 	"hydrofoil.dev/foil/internal/logtest"
 	"hydrofoil.dev/foil/internal/worker/api"
-	"hydrofoil.dev/foil/internal/worker/keeper"
+	"hydrofoil.dev/foil/internal/worker/hosttest"
 	"hydrofoil.dev/foil/internal/worker/node"
 	"hydrofoil.dev/foil/internal/worker/origin"
 	"hydrofoil.dev/foil/internal/worker/rootfs"
 )
 
-// This test binary is also the keeper.
-func TestMain(m *testing.M) {
-	kerneltest.OwnMounts()
-	if len(os.Args) > 3 && os.Args[1] == "keeper" {
-		err := keeper.Serve(context.Background(), os.Args[3], func() {
-			fmt.Println("ready")
-			_ = keeper.Detach()
-		})
-		if err != nil {
-			fmt.Println(err)
-			os.Exit(1)
-		}
-		os.Exit(0)
-	}
-	if os.Geteuid() != 0 {
-		fmt.Println("skip: these tests mount filesystems and need root")
-		os.Exit(0)
-	}
-	features, err := kernel.Features(context.Background(), os.TempDir())
-	if err != nil {
-		fmt.Println(err)
-		os.Exit(1)
-	}
-	for _, f := range features {
-		if f.Need && !f.Have {
-			fmt.Printf("skip: this host has no %s: %s\n", f.Name, f.Detail)
-			os.Exit(0)
-		}
-	}
-	os.Exit(m.Run())
-}
-
-// tester is a testing.TB, or a check of package rapid.
-type tester interface {
-	Helper()
-	Cleanup(func())
-	Context() context.Context
-	Logf(format string, args ...any)
-	Error(args ...any)
-	Errorf(format string, args ...any)
-	Fatal(args ...any)
-	Fatalf(format string, args ...any)
-	Failed() bool
-}
+func TestMain(m *testing.M) { hosttest.Main(m) }
 
 // worker is a daemon on a root of its own.
 type worker struct {
-	t    tester
+	t    hosttest.T
 	root string
 	n    *node.Node
 	opts node.Options
 	log  logtest.Buffer
 }
 
-func newWorker(t tester, groups ...string) *worker {
+// onGates runs a test on each gate.
+func onGates(t *testing.T, fn func(t *testing.T, w *worker)) {
 	t.Helper()
-	root, err := os.MkdirTemp("", "foil-hostile-")
+	list, err := hosttest.Gates()
 	if err != nil {
 		t.Fatal(err)
 	}
-	w := &worker{t: t, root: root}
-	t.Cleanup(w.end)
+	for _, gate := range list {
+		t.Run(gate, func(t *testing.T) { fn(t, newWorkerOn(t, gate)) })
+	}
+}
+
+func newWorker(t hosttest.T, groups ...string) *worker {
+	t.Helper()
+	return newWorkerOn(t, "", groups...)
+}
+
+// newWorkerOn is newWorker with a gate of that kind; empty: the daemon's choice.
+func newWorkerOn(t hosttest.T, gate string, groups ...string) *worker {
+	t.Helper()
+	w := &worker{t: t}
+	w.root = hosttest.Root(t, w.end)
 	self, err := os.Executable()
 	if err != nil {
 		t.Fatal(err)
@@ -96,7 +63,7 @@ func newWorker(t tester, groups ...string) *worker {
 	if err != nil {
 		t.Fatal(err)
 	}
-	w.opts = node.Options{Root: root, Binary: self, Groups: trusting, GiveUp: 30 * time.Second, Logger: slog.New(slog.NewTextHandler(&w.log, nil))}
+	w.opts = node.Options{Root: w.root, Binary: self, Gate: gate, Groups: trusting, GiveUp: 30 * time.Second, Logger: slog.New(slog.NewTextHandler(&w.log, nil))}
 	w.begin()
 	return w
 }
@@ -120,36 +87,12 @@ func (w *worker) restart() {
 	w.begin()
 }
 
-// end leaves nothing of the worker.
+// end ends the daemon.
 func (w *worker) end() {
 	if w.n != nil {
 		if err := w.n.Close(); err != nil {
 			w.t.Error(err)
 		}
-	}
-	dirs, _ := filepath.Glob("/proc/[0-9]*/cmdline")
-	for _, d := range dirs {
-		b, err := os.ReadFile(d)
-		args := strings.Split(string(b), "\x00")
-		var pid int
-		if err != nil || len(args) < 4 || args[1] != "keeper" || !strings.HasPrefix(args[3], w.root+"/") {
-			continue
-		}
-		if _, err := fmt.Sscanf(d, "/proc/%d/", &pid); err == nil {
-			_ = syscall.Kill(pid, syscall.SIGKILL)
-		}
-	}
-	mounts, err := kernel.Mounts(w.root)
-	if err != nil {
-		w.t.Error(err)
-	}
-	for _, m := range slices.Backward(mounts) {
-		if err := kernel.Unmount(m.Target, true); err != nil {
-			w.t.Error(err)
-		}
-	}
-	if err := os.RemoveAll(w.root); err != nil {
-		w.t.Error(err)
 	}
 	if w.t.Failed() {
 		w.t.Logf("log:\n%s", w.log.String())
@@ -158,13 +101,7 @@ func (w *worker) end() {
 
 // pull follows a pull until an event.
 func (w *worker) pull(ref string, until api.EventKind) error {
-	ctx, cancel := context.WithTimeout(w.t.Context(), time.Minute)
-	defer cancel()
-	var last api.Event
-	err := w.n.Pull(ctx, api.PullRequest{Ref: ref, Until: until}, func(ev api.Event) error { last = ev; return nil })
-	if err == nil && last.Err != "" {
-		err = &api.Error{Code: last.Code, Message: last.Err}
-	}
+	_, err := hosttest.Pull(w.t, w.n, ref, until)
 	return err
 }
 
@@ -200,11 +137,12 @@ func (w *worker) reads(ref, name, want string) {
 // eventually waits for a condition.
 func (w *worker) eventually(ok func() bool) {
 	w.t.Helper()
-	for deadline := time.Now().Add(2 * time.Minute); !ok(); time.Sleep(5 * time.Millisecond) {
-		if time.Now().After(deadline) {
-			w.t.Fatal("not after two minutes")
+	hosttest.Eventually(w.t, "what the test waits for", func() error {
+		if !ok() {
+			return errors.New("not yet")
 		}
-	}
+		return nil
+	})
 }
 
 // right fails the test unless the daemon finds every byte of an image right.

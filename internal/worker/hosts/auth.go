@@ -29,6 +29,7 @@ type hostAuth struct {
 	mu    sync.Mutex
 	inner docker.Authorizer
 	token string // the host takes it as it is; empty: none
+	early early
 }
 
 // rememberFor is how long after the beginning of the last pull that used it a
@@ -79,16 +80,20 @@ func (a *hostAuth) current() (docker.Authorizer, string) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	if a.inner == nil {
-		a.inner = docker.NewDockerAuthorizer(
-			docker.WithAuthClient(a.client),
-			docker.WithAuthHeader(a.header),
-			docker.WithAuthCreds(func(host string) (string, string, error) {
-				// There is no context: a helper that hangs is its own trouble.
-				c, err := lookUp(context.Background(), a.credential, a.dockerConfig, host)
-				return c.Username, c.Secret, err
-			}))
+		a.inner = a.newAuthorizer()
 	}
 	return a.inner, a.token
+}
+
+func (a *hostAuth) newAuthorizer() docker.Authorizer {
+	return docker.NewDockerAuthorizer(
+		docker.WithAuthClient(a.client),
+		docker.WithAuthHeader(a.header),
+		docker.WithAuthCreds(func(host string) (string, string, error) {
+			// There is no context: a helper that hangs is its own trouble.
+			c, err := lookUp(context.Background(), a.credential, a.dockerConfig, host)
+			return c.Username, c.Secret, err
+		}))
 }
 
 // renew forgets an authorizer with all its tokens and errors, unless another
@@ -115,6 +120,10 @@ func (a *authorizer) Authorize(ctx context.Context, req *http.Request) error {
 		req.Header.Set("Authorization", "Bearer "+token)
 		return nil
 	}
+	if early := a.host.shown(); early != "" {
+		req.Header.Set("Authorization", early)
+		return nil
+	}
 	if err := inner.Authorize(docker.WithScope(ctx, a.scope), req); err != nil {
 		a.host.renew(inner) // it would keep the error
 		return a.explain(err)
@@ -126,6 +135,9 @@ func (a *authorizer) Authorize(ctx context.Context, req *http.Request) error {
 // time is not over, is asked for anew.
 func (a *authorizer) Challenged(ctx context.Context, resp *http.Response, before int) error {
 	inner, token := a.host.current()
+	if a.host.refused(resp.Request.Header.Get("Authorization")) {
+		before = 0 // the host has seen nothing of inner's yet
+	}
 	if before > 0 || token != "" {
 		a.host.renew(inner)
 		inner, _ = a.host.current()

@@ -3,7 +3,6 @@ package node
 import (
 	"bytes"
 	"cmp"
-	"context"
 	"crypto/sha256"
 	"encoding/binary"
 	"encoding/hex"
@@ -17,16 +16,12 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
-	"sync"
-	"syscall"
 	"testing"
 	"time"
 
-	"hydrofoil.dev/foil/internal/kernel"
-	"hydrofoil.dev/foil/internal/kernel/kerneltest"
 	"hydrofoil.dev/foil/internal/logtest"
 	"hydrofoil.dev/foil/internal/worker/api"
-	"hydrofoil.dev/foil/internal/worker/keeper"
+	"hydrofoil.dev/foil/internal/worker/hosttest"
 	"hydrofoil.dev/foil/internal/worker/origin"
 	"hydrofoil.dev/foil/internal/worker/rootfs"
 )
@@ -39,37 +34,11 @@ const (
 )
 
 func TestMain(m *testing.M) {
-	kerneltest.OwnMounts()
-	if len(os.Args) > 3 && os.Args[1] == "keeper" {
-		err := keeper.Serve(context.Background(), os.Args[3], func() {
-			fmt.Println("ready")
-			_ = keeper.Detach()
-		})
-		if err != nil {
-			fmt.Println(err)
-			os.Exit(1)
+	hosttest.Main(m, func() {
+		if root := os.Getenv(daemonEnv); root != "" {
+			os.Exit(dyingDaemon(root))
 		}
-		os.Exit(0)
-	}
-	if root := os.Getenv(daemonEnv); root != "" {
-		os.Exit(dyingDaemon(root))
-	}
-	if os.Geteuid() != 0 {
-		fmt.Println("skip: these tests mount filesystems and need root")
-		os.Exit(0)
-	}
-	features, err := kernel.Features(context.Background(), os.TempDir())
-	if err != nil {
-		fmt.Println(err)
-		os.Exit(1)
-	}
-	for _, f := range features {
-		if f.Need && !f.Have {
-			fmt.Printf("skip: this host has no %s: %s\n", f.Name, f.Detail)
-			os.Exit(0)
-		}
-	}
-	os.Exit(m.Run())
+	})
 }
 
 // host is a worker of a test: a root, and the daemons on it, one after the other.
@@ -99,19 +68,10 @@ func imagePath(root, ref string) string {
 // newHost starts a daemon on a new root.
 func newHost(t testing.TB) *host {
 	t.Helper()
-	root, err := os.MkdirTemp("", "foil-node-")
-	if err != nil {
-		t.Fatal(err)
-	}
-	h := &host{t: t, root: root}
-	t.Cleanup(func() {
+	h := &host{t: t}
+	h.root = hosttest.Root(t, func() {
 		if h.n != nil {
 			h.stop()
-		}
-		h.endKeeper()
-		h.unmountAll()
-		if err := os.RemoveAll(root); err != nil {
-			t.Error(err)
 		}
 		if t.Failed() {
 			t.Logf("log:\n%s", h.log.String())
@@ -121,14 +81,14 @@ func newHost(t testing.TB) *host {
 	return h
 }
 
-// bestGate is the one that a daemon under systemd has here.
-var bestGate = sync.OnceValue(func() string {
-	gate, _, err := kernel.ChooseGate(context.Background(), os.TempDir(), true)
+// bestGate is the one that a daemon under systemd has here; empty: none, which is said where it is needed.
+func bestGate() string {
+	list, err := hosttest.Gates()
 	if err != nil {
-		return "" // it is said where it is needed
+		return ""
 	}
-	return gate
-})
+	return list[0]
+}
 
 func (h *host) options() Options {
 	self, err := os.Executable()
@@ -160,62 +120,13 @@ func (h *host) restart() {
 	h.start()
 }
 
-func (h *host) keepers() []int {
-	h.t.Helper()
-	dirs, err := filepath.Glob("/proc/[0-9]*/cmdline")
-	if err != nil {
-		h.t.Fatal(err)
-	}
-	var pids []int
-	for _, d := range dirs {
-		b, err := os.ReadFile(d)
-		args := strings.Split(string(b), "\x00")
-		if err != nil || len(args) < 4 || args[1] != "keeper" || !strings.HasPrefix(args[3], h.root+"/") {
-			continue
-		}
-		var pid int
-		if _, err := fmt.Sscanf(d, "/proc/%d/", &pid); err == nil {
-			pids = append(pids, pid)
-		}
-	}
-	return pids
-}
+func (h *host) keepers() []int { return hosttest.Keepers(h.t, h.root) }
 
-// endKeeper kills the keeper, which stays while something is incomplete.
-func (h *host) endKeeper() {
-	h.t.Helper()
-	for _, pid := range h.keepers() {
-		_ = syscall.Kill(pid, syscall.SIGKILL)
-	}
-	eventually(h.t, "the keeper is gone", func() error {
-		if k := h.keepers(); len(k) > 0 {
-			return fmt.Errorf("%v", k)
-		}
-		return nil
-	})
-}
+func (h *host) endKeeper() { hosttest.EndKeeper(h.t, h.root) }
 
-func (h *host) mounts() []string {
-	h.t.Helper()
-	list, err := kernel.Mounts(h.root)
-	if err != nil {
-		h.t.Fatal(err)
-	}
-	var targets []string
-	for _, m := range list {
-		targets = append(targets, m.Target)
-	}
-	return targets
-}
+func (h *host) mounts() []string { return hosttest.Mounts(h.t, h.root) }
 
-func (h *host) unmountAll() {
-	h.t.Helper()
-	for _, m := range slices.Backward(h.mounts()) {
-		if err := kernel.Unmount(m, true); err != nil {
-			h.t.Error(err)
-		}
-	}
-}
+func (h *host) unmountAll() { hosttest.Unmount(h.t, h.root) }
 
 // reboot is what is left of the host after one, with no daemon yet: no process,
 // no mount, and presence maps of another boot.
@@ -245,13 +156,7 @@ func (h *host) reboot() {
 
 // pull follows a pull until an event.
 func (h *host) pull(ref string, until api.EventKind) (last api.Event, err error) {
-	ctx, cancel := context.WithTimeout(h.t.Context(), time.Minute)
-	defer cancel()
-	err = h.n.Pull(ctx, api.PullRequest{Ref: ref, Until: until}, func(ev api.Event) error { last = ev; return nil })
-	if err == nil && last.Err != "" {
-		err = &api.Error{Code: last.Code, Message: last.Err}
-	}
-	return last, err
+	return hosttest.Pull(h.t, h.n, ref, until)
 }
 
 func (h *host) mustPull(ref string, until api.EventKind) api.Event {
@@ -347,18 +252,7 @@ func (h *host) empty() {
 	}
 }
 
-func eventually(t testing.TB, what string, cond func() error) {
-	t.Helper()
-	for deadline := time.Now().Add(time.Minute); ; time.Sleep(5 * time.Millisecond) {
-		err := cond()
-		if err == nil {
-			return
-		}
-		if time.Now().After(deadline) {
-			t.Fatalf("%s: not after a minute: %v", what, err)
-		}
-	}
-}
+var eventually = hosttest.Eventually
 
 // here waits until n bytes of an image's contents are here.
 func (h *host) here(ref string, n int64) {

@@ -212,8 +212,8 @@ func New(opts Options) (_ *Node, err error) {
 		return nil, err
 	}
 	n.kept = named
-	for _, c := range named {
-		n.work.Go(func() { c.Keep(n.ctx, remote.Keeping{WarmUp: opts.WarmUp}) })
+	for i, c := range named {
+		n.work.Go(func() { c.Keep(n.ctx, remote.Keeping{WarmUp: opts.WarmUp, Used: n.hosts.LogIn(opts.Connect[i])}) })
 	}
 	return n, nil
 }

@@ -14,15 +14,40 @@ const (
 	stalled   = 5 * time.Second
 )
 
-// awaitOther waits until no other pull fills r. One that brings nothing for a while gives r to p: nobody makes
-// another image wait by claiming its rootfs first.
+// awaitOther waits until no other pull fills r: p does then, or nobody need. Others that bring nothing for a while, be
+// it one or one after the other, give r to p: nobody makes another image wait by claiming its rootfs first.
 func (p *Pull) awaitOther(r *store.Rootfs) error {
-	other, _ := r.Filler().(*Pull)
-	if other == nil || other == p {
-		return nil
-	}
-	p.waitBehind(other)
 	defer p.waitBehind(nil)
+	w := &watch{r: r, since: time.Now(), written: -1}
+	for p.ctx.Err() == nil {
+		other, _ := r.Filler().(*Pull)
+		if other == nil || other == p || p.awaitOne(w, other) {
+			return nil
+		}
+	}
+	return context.Cause(p.ctx)
+}
+
+// watch looks whether a rootfs is being filled.
+type watch struct {
+	r       *store.Rootfs
+	since   time.Time // something came, or was held back
+	written int64     // by then
+}
+
+// stalled is for how long nothing has come; other fills the rootfs now.
+func (w *watch) stalled(other *Pull) time.Duration {
+	if a := w.r.Arena(); a == nil || a.Written() != w.written || other.Held() {
+		if w.since = time.Now(); a != nil {
+			w.written = a.Written()
+		}
+	}
+	return time.Since(w.since)
+}
+
+// awaitOne waits until another pull fills the rootfs no more, or p takes that over, which it reports.
+func (p *Pull) awaitOne(w *watch, other *Pull) (mine bool) {
+	p.waitBehind(other)
 	ctx, stop := context.WithCancel(p.ctx)
 	ended := make(chan struct{})
 	go func() {
@@ -35,23 +60,17 @@ func (p *Pull) awaitOther(r *store.Rootfs) error {
 	}()
 	tick := time.NewTicker(min(lookEvery, p.s.opts.Stalled))
 	defer tick.Stop()
-	since, written := time.Now(), int64(-1)
 	for {
 		select {
 		case <-ended:
-			return context.Cause(p.ctx)
+			return false
 		case <-tick.C:
 		}
-		if a := r.Arena(); a == nil || a.Written() != written || other.Held() {
-			if since = time.Now(); a != nil {
-				written = a.Written()
-			}
+		if w.r.Filler() != store.Filler(other) {
+			return false
 		}
-		if r.Filler() != store.Filler(other) {
-			return nil // a third one
-		}
-		if time.Since(since) >= p.s.opts.Stalled && p.overtake(r, other) {
-			return nil
+		if w.stalled(other) >= p.s.opts.Stalled && p.overtake(w.r, other) {
+			return true
 		}
 	}
 }

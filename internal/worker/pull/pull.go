@@ -276,6 +276,7 @@ func (p *Pull) streamFrom(host hosts.Host, more bool, reference string, have []b
 		Tight:          p.s.opts.Memory.Tight,
 		Yields:         func() bool { return p.s.opts.Others.Wanted() && !p.start.Awaited() },
 		GiveUp:         p.s.opts.GiveUp,
+		Failed:         p.gaveUp,
 		GiveUpUnopened: atOnce,
 		Logger:         p.s.log,
 	})
@@ -386,8 +387,12 @@ func (p *Pull) openRootfs(img *bundle.Image, t *toc.TOC) (r *store.Rootfs, made 
 	})
 	if r != nil {
 		p.mu.Lock()
+		before := p.rootfs
 		p.rootfs = r
 		p.mu.Unlock()
+		if before != nil && before != r {
+			before.Unclaim(p) // the server has changed its TOC
+		}
 		p.nowPlaced()
 		p.supply()
 	}
@@ -398,6 +403,13 @@ func (p *Pull) openRootfs(img *bundle.Image, t *toc.TOC) (r *store.Rootfs, made 
 		p.s.metrics.shared(r.Shared())
 	}
 	return r, made, nil
+}
+
+// gaveUp is called when a stream has failed: who is next in turn fills the rootfs, or reads of it fail.
+func (p *Pull) gaveUp(err error) {
+	if r := p.Rootfs(); r != nil {
+		r.GiveUp(p, err)
+	}
 }
 
 // supply has the reads that wait on the rootfs which p fills wait by its stream: what they

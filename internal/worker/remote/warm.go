@@ -92,6 +92,8 @@ type Keeping struct {
 	// Least is the least time between two warm-ups. A connection that comes earlier has none:
 	// a server or a path that drops connections is not worth the bytes.
 	Least time.Duration
+	// Used is called each time the connection has been used, before it counts as kept; nil: nothing is.
+	Used func(context.Context)
 }
 
 // Keep holds a connection to the server open until ctx ends: it connects, warms
@@ -107,6 +109,9 @@ func (c *Client) Keep(ctx context.Context, k Keeping) {
 		_, err := c.padding(ctx, 0)
 		cold = cold && c.dials.Load() == before || c.dials.Load() > before
 		var status *StatusError
+		if k.Used != nil && (err == nil || errors.As(err, &status)) {
+			k.Used(ctx)
+		}
 		switch {
 		case errors.As(err, &status):
 			err, cold = nil, false // a server that knows no warming, but there it is

@@ -3,6 +3,7 @@ package rootfs
 import (
 	"context"
 	"errors"
+	"slices"
 	"time"
 
 	"hydrofoil.dev/foil/internal/worker/arena"
@@ -28,8 +29,9 @@ type Source interface {
 
 // filling is who brings what a rootfs lacks. Guarded by Rootfs.mu.
 type filling struct {
-	by      Filler // nil: nobody
-	source  Source // of by; nil: it has none yet
+	by      Filler   // nil: nobody
+	next    []Filler // those that want it, too, in turn
+	source  Source   // of by; nil: it has none yet
 	waiting map[*waiter]struct{}
 	wakes   []*Wake // end pauses after which a pull is begun again
 }
@@ -40,35 +42,83 @@ type waiter struct {
 	stop context.CancelCauseFunc
 }
 
-// Claim makes f the one that fills r, unless r is complete or another one does.
-// It reports whether f fills it now.
+// Claim makes f the one that fills r, unless r is complete or another one does: then f is the next in turn, until
+// Unclaim. It reports whether f fills it now.
 func (r *Rootfs) Claim(f Filler) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.fill.by == nil && !r.rec.Complete {
-		r.fill.by = f
+	switch by := r.fill.by; {
+	case r.rec.Complete, by == f:
+	case by == nil, r.arena != nil && r.arena.Failure() != nil: // it has given up
+		r.fillBy(f)
+	case !slices.Contains(r.fill.next, f):
+		r.fill.next = append(r.fill.next, f)
 	}
 	return r.fill.by == f
 }
 
-// HandOver makes to the one that fills r instead of from. It reports whether from did.
+// fillBy makes f, nil: nobody, the one that fills r. Reads wait for what it brings. Called with r.mu held.
+func (r *Rootfs) fillBy(f Filler) {
+	r.fill.by, r.fill.source = f, nil
+	r.fill.leave(f)
+	if f != nil && r.arena != nil {
+		r.arena.Resume()
+	}
+}
+
+// leave takes f from those that are next.
+func (v *filling) leave(f Filler) {
+	v.next = slices.DeleteFunc(v.next, func(o Filler) bool { return o == f })
+}
+
+// turn returns who is next, or nil: one that is not claimed may never fill anything.
+func (v *filling) turn() Filler {
+	if i := slices.IndexFunc(v.next, Filler.Claimed); i >= 0 {
+		return v.next[i]
+	}
+	return nil
+}
+
+// HandOver makes to the one that fills r instead of from, which is the last in turn then. It reports whether from did.
 func (r *Rootfs) HandOver(from, to Filler) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.fill.by != from {
 		return false
 	}
-	r.fill.by, r.fill.source = to, nil
+	r.fillBy(to)
+	r.fill.next = append(r.fill.next, from)
 	return true
 }
 
-// Unclaim ends that f fills r.
+// GiveUp says that f, if it fills r, brings no more of it, and why. Reads of what r lacks fail, unless another one is
+// next: that one fills it now.
+func (r *Rootfs) GiveUp(f Filler, why error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.fill.by != f || r.arena == nil || r.rec.Complete {
+		return
+	}
+	if next := r.fill.turn(); next != nil {
+		r.fillBy(next)
+		return
+	}
+	r.arena.Fail(why)
+}
+
+// Unclaim ends that f fills r, or wants to. Who is next fills it now.
 func (r *Rootfs) Unclaim(f Filler) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.fill.by == f {
-		r.fill.by, r.fill.source = nil, nil
+	r.fill.leave(f)
+	if r.fill.by != f {
+		return
 	}
+	var next Filler
+	if !r.rec.Complete {
+		next = r.fill.turn()
+	}
+	r.fillBy(next)
 }
 
 // Filler returns who fills r, or nil.
@@ -207,7 +257,7 @@ type backing struct {
 }
 
 // Present implements gate.Backing.
-func (b *backing) Present(off, n int64) bool { return b.arena.Present(off, n) }
+func (b *backing) Present(off, n int64) bool { return b.arena.Present(off, n) || b.r.lendsOnly() }
 
 // Met implements gate.Backing.
 func (b *backing) Met(off, n int64, present bool) {

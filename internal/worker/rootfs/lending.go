@@ -34,6 +34,8 @@ type lending struct {
 	// exact: contents lists only what is here. A rootfs that was incomplete
 	// lists what never arrived until it is punched, and lends nothing new.
 	exact bool
+	// only: nobody can read anything of it but what borrowers do.
+	only bool
 	// borrowers are those for which it was punched, sorted; nil: not known.
 	borrowers []digest.Digest
 }
@@ -46,7 +48,8 @@ const (
 )
 
 // Lend makes it a lender, unless somebody uses it, it is mounted, or about to be: no
-// pull counts on it from here on. undo makes it what it was.
+// pull counts on it from here on. What others borrow is here; whatever is wrong with it, is not that. undo makes it what
+// it was.
 func (r *Rootfs) Lend() (undo func(), ok bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -56,8 +59,8 @@ func (r *Rootfs) Lend() (undo func(), ok bool) {
 	was, why := r.state, r.why
 	r.become(Lending)
 	r.lending = lending{exact: r.rec.Complete}
-	if r.rec.Complete && r.contents != nil {
-		r.why = nil // whatever it is, it is nothing with its contents
+	if r.contents != nil {
+		r.why = nil
 	}
 	return func() {
 		r.mu.Lock()
@@ -65,6 +68,20 @@ func (r *Rootfs) Lend() (undo func(), ok bool) {
 		r.become(was)
 		r.lending, r.why = lending{}, why
 	}, true
+}
+
+// LendsOnly says that nobody can read anything of a lender but what its borrowers do, all of which is here: no mount of
+// its own is left anywhere.
+func (r *Rootfs) LendsOnly() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.lending.only = true
+}
+
+func (r *Rootfs) lendsOnly() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.state == Lending && r.lending.only
 }
 
 // Shrunk replaces the list of what a lender's arena holds by that of what is kept.

@@ -40,6 +40,7 @@ type fakeNode struct {
 	refused  map[origin.Key]error
 	asked    []string // names of Hold
 	fetched  int      // blobs
+	held     func()   // is called by Hold; nil: nothing is
 }
 
 func (f *fakeNode) ContainerMade(_ origin.Key, id string) { f.told = append(f.told, "made "+id) }
@@ -67,6 +68,9 @@ func (f *fakeNode) Hold(_ context.Context, name string) (*node.Held, error) {
 	}
 	f.here[name] = true
 	f.holds[h.ChainID]++
+	if f.held != nil {
+		f.held()
+	}
 	return h, nil
 }
 

@@ -59,6 +59,16 @@ func TestLazyImage(t *testing.T) {
 	if info.Labels[LabelPath] != PathLazy || info.Labels[LabelReason] == "" || info.Labels[LabelImage] != img.name || info.Labels[LabelRole] != roleRootfs || info.Labels[LabelProof] != "served" {
 		t.Errorf("labels: %q", info.Labels)
 	}
+	// What containerd keeps for good does not say how the proof stood when it pulled.
+	err = s.Walk(t.Context(), func(_ context.Context, info snapshots.Info) error {
+		if info.Labels[LabelProof] != "" {
+			t.Errorf("labels of %s, of all: %q", info.Name, info.Labels)
+		}
+		return nil
+	})
+	if err != nil {
+		t.Error(err)
+	}
 	// Another namespace of containerd asks for the same.
 	if diff := cmp.Diff(names, pullBy(t, s, img, 0, "")); diff != "" {
 		t.Errorf("the same image has other snapshots the second time: %s", diff)

@@ -9,6 +9,8 @@ import (
 	"github.com/containerd/errdefs"
 	"github.com/opencontainers/go-digest"
 
+	"hydrofoil.dev/foil/internal/backoff"
+	"hydrofoil.dev/foil/internal/worker/api"
 	"hydrofoil.dev/foil/internal/worker/origin"
 	"hydrofoil.dev/foil/internal/worker/pull"
 )
@@ -82,20 +84,70 @@ func (s *Snapshotter) mayStart(ctx context.Context, parent string) error {
 	if err != nil {
 		return err
 	}
-	var on []origin.Key
+	var on []*record
 	s.mu.Lock()
 	for _, id := range ids {
 		if r := s.records[id]; r != nil && r.Role == roleRootfs && r.held != nil {
-			on = append(on, r.held.Rootfs)
+			on = append(on, r)
 		}
 	}
 	s.mu.Unlock()
-	for _, key := range on {
-		if err := s.opts.Node.MayStart(ctx, key); err != nil {
+	for _, r := range on {
+		err := s.rootfsMayStart(ctx, r)
+		if err != nil && api.AsError(err).Code == api.CodeCorrupt && s.heal(ctx, r) {
+			err = s.rootfsMayStart(ctx, r)
+		}
+		if err != nil {
 			return fmt.Errorf("%w: %w", err, errdefs.ErrFailedPrecondition)
 		}
 	}
 	return nil
+}
+
+func (s *Snapshotter) rootfsMayStart(ctx context.Context, r *record) error {
+	s.mu.Lock()
+	held := r.held
+	s.mu.Unlock()
+	if held == nil {
+		return nil // whoever mounts it says so
+	}
+	return s.opts.Node.MayStart(ctx, held.Rootfs)
+}
+
+// heals is how long it is between two times that an image comes anew. Its server may be honest, or whole, by then; but each time
+// costs a whole pull.
+var heals = backoff.Backoff{First: 10 * time.Second, Most: 10 * time.Minute}
+
+// heal has an image come anew whose rootfs may start no container, and reports whether it is here. containerd has snapshots of
+// its layers, and would ask for no others before somebody removes the image.
+func (s *Snapshotter) heal(ctx context.Context, r *record) bool {
+	s.mu.Lock()
+	wait := time.Now().Before(r.healAt) || s.closed || s.records[r.ID] != r
+	if !wait {
+		r.healed++
+		r.healAt = time.Now().Add(heals.Pause(r.healed))
+	}
+	s.mu.Unlock()
+	if wait {
+		return false
+	}
+	s.log.Warn("no container may start on an image: it comes anew", "image", r.Image)
+	ctx, cancel := context.WithTimeout(ctx, s.opts.HeaderTimeout)
+	defer cancel()
+	held, err := s.opts.Node.Hold(ctx, r.Image)
+	if err != nil {
+		s.log.Error("an image that no container may start on does not come anew", "image", r.Image, "error", err)
+		return false
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if held.ChainID != r.Chain || s.records[r.ID] != r || s.closed {
+		s.opts.Node.Release(held.Rootfs)
+		return false
+	}
+	s.letGo(r) // not before: containers that run go on
+	r.held = held
+	return true
 }
 
 // claims is Claim for the chain ID of an image. Called with mu held.

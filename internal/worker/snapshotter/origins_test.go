@@ -5,10 +5,12 @@ import (
 	"errors"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/containerd/containerd/v2/core/snapshots"
 	"github.com/containerd/errdefs"
 
+	"hydrofoil.dev/foil/internal/worker/api"
 	"hydrofoil.dev/foil/internal/worker/origin"
 )
 
@@ -181,5 +183,36 @@ func TestNothingStartsOnWhatIsRefused(t *testing.T) {
 	}
 	if _, err := s.Mounts(t.Context(), "runs"); err != nil {
 		t.Errorf("what runs: %v", err)
+	}
+}
+
+// An image whose rootfs is not what its layers make comes anew, when something is to start on it: now and then, as often as
+// that may be. What runs stays where it is.
+func TestARefusedImageComesAnew(t *testing.T) {
+	f := newFake()
+	img := f.add(t, "a", "b")
+	s := openWith(t, f, true)
+	names := pullBy(t, s, img, 0, "")
+	top := names[len(names)-1]
+	f.refused[img.held.Rootfs] = &api.Error{Code: api.CodeCorrupt, Message: "it is a lie"}
+	asked := len(f.asked)
+	for range 3 {
+		if _, err := s.Prepare(t.Context(), "new", top); !errdefs.IsFailedPrecondition(err) || !strings.Contains(err.Error(), "it is a lie") {
+			t.Errorf("what is made on it: %v", err)
+		}
+	}
+	if got := f.asked[asked:]; len(got) != 1 || got[0] != img.name {
+		t.Errorf("asked for %q, want the image once", got)
+	}
+	if n := f.holds[img.held.ChainID]; n != 1 {
+		t.Errorf("%d holds", n)
+	}
+	// Later its server is honest.
+	for _, r := range s.records {
+		r.healAt = time.Time{}
+	}
+	f.held = func() { delete(f.refused, img.held.Rootfs) }
+	if _, err := s.Prepare(t.Context(), "new", top); err != nil {
+		t.Errorf("when it has come anew: %v", err)
 	}
 }

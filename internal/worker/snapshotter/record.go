@@ -10,6 +10,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"time"
 
 	"github.com/containerd/containerd/v2/core/snapshots"
 	"github.com/containerd/containerd/v2/core/snapshots/storage"
@@ -59,6 +60,11 @@ type record struct {
 	expected bool
 
 	held *node.Held // of a rootfs, nil while it could not be had; guarded by mu
+
+	// healed is how often the image came anew since the daemon started because its rootfs was not what its layers make, or
+	// damaged, and healAt when it may again; guarded by mu.
+	healed int
+	healAt time.Time
 }
 
 const recordVersion = 1

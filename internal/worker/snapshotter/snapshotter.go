@@ -132,7 +132,8 @@ const (
 	// LabelRole of a lazy snapshot is rootfs or layer.
 	LabelRole = "hydrofoil.dev/role"
 	// LabelProof of an image's rootfs says what is known of where its files come from: served, proving N%, proven,
-	// unproven: WHY or failed: WHY.
+	// unproven: WHY or failed: WHY. Walk does not tell it: containerd keeps the labels that it finds there when it has
+	// pulled, and shows those instead of what Stat says later.
 	LabelProof = "hydrofoil.dev/proof"
 	// LabelOwners of a snapshot says ownersChanged: see Commit.
 	LabelOwners = "hydrofoil.dev/owners"
@@ -285,7 +286,7 @@ func (s *Snapshotter) Stat(ctx context.Context, key string) (snapshots.Info, err
 	if err != nil {
 		return info, err
 	}
-	return s.labelled(info), nil
+	return s.proofLabelled(s.labelled(info)), nil
 }
 
 // Update changes labels. Those of this package cannot be changed.
@@ -294,7 +295,7 @@ func (s *Snapshotter) Update(ctx context.Context, info snapshots.Info, fields ..
 	if err != nil {
 		return info, err
 	}
-	return s.labelled(info), nil
+	return s.proofLabelled(s.labelled(info)), nil
 }
 
 // Walk calls fn for each snapshot that the filters let through, when it has read
@@ -328,13 +329,18 @@ func (s *Snapshotter) labelled(info snapshots.Info) snapshots.Info {
 		labels = make(map[string]string)
 	}
 	labels[LabelPath], labels[LabelReason] = r.path()
-	s.mu.Lock()
-	if r.held != nil {
-		labels[LabelProof] = s.opts.Node.Proof(r.held.Rootfs)
-	}
-	s.mu.Unlock()
 	labels[LabelImage], labels[LabelRole] = r.Image, r.Role
 	info.Labels = labels
+	return info
+}
+
+// proofLabelled adds LabelProof, once labelled has added the others.
+func (s *Snapshotter) proofLabelled(info snapshots.Info) snapshots.Info {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if r := s.named(info.Name); r != nil && r.held != nil && info.Labels != nil {
+		info.Labels[LabelProof] = s.opts.Node.Proof(r.held.Rootfs)
+	}
 	return info
 }
 

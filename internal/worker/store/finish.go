@@ -120,14 +120,15 @@ func (s *Store) leaveGate(r *Rootfs) error {
 }
 
 // lentAbsent returns an error unless every content that r uses in place is where
-// it was placed. have is what is on the disk of r; nil: it is read.
+// it was placed: each was hashed whole before. That whoever lends was found out, or failed, since then changes nothing of
+// that: what its arena has is what counts. have is what is on the disk of r; nil: it is read.
 func (s *Store) lentAbsent(r *Rootfs, have *Files) error {
 	for i, id := range r.Arenas() {
 		if id == r.ID() {
 			continue
 		}
 		var src *rootfs.Contents
-		if other := s.owner(id); other != nil && (other.Broken() == nil || other.Complete()) {
+		if other := s.owner(id); other != nil {
 			src = other.Contents()
 		}
 		if src == nil {

@@ -128,7 +128,9 @@ func (s *Store) shrink(r *Rootfs, borrowers []*Rootfs) (freed int64, err error) 
 		return 0, err
 	}
 	before, _ := usage(r.Dir())
-	// Nobody waits for what it lacks: it is not mounted.
+	// Nobody waits for what it lacks: it is not mounted. Its borrowers' mounts may go on through the gate, that of the
+	// next daemon as well.
+	r.LendsOnly()
 	if err := s.leaveGate(r); err != nil {
 		return 0, err
 	}

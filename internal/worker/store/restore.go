@@ -234,7 +234,7 @@ func (x *restoring) openArena(r *Rootfs) {
 		r.Break(errors.New(wrong)) // all of it is here: containers that began before read it
 	}
 	switch {
-	case r.Broken() != nil && !r.Mount().Mounted():
+	case r.Broken() != nil && r.Arena() == nil && !r.Mount().Mounted():
 		// Nobody reads what is absent from it, but others may have contents in
 		// its arena.
 		x.releaseLeft(r)

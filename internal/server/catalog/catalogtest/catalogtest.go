@@ -40,6 +40,10 @@ func Run(t *testing.T, fresh func(t *testing.T) Opener) {
 		{"Layers", testLayers},
 		{"StartupImages", testStartupImages},
 		{"Traces", testTraces},
+		{"Quotas", testQuotas},
+		{"QuotasAtOnce", testQuotasAtOnce},
+		{"Immutable", testImmutable},
+		{"Untag", testUntag},
 		{"Cancelled", testCancelled},
 		{"Concurrent", testConcurrent},
 		{"ConcurrentPacks", testConcurrentPacks},
@@ -378,6 +382,18 @@ func testLayers(t *testing.T, c catalog.Catalog) {
 	got, err = c.WithoutRecipe(ctx, "", 10)
 	check(t, err)
 	wantEqual(t, "layers without recipes", missing[1:], got)
+
+	got, err = c.NotLooked(ctx, "", 10)
+	check(t, err)
+	wantEqual(t, "layers that nobody looked at", []catalog.Layer{made}, got)
+	got, err = c.NotLooked(ctx, made.Blob, 10)
+	check(t, err)
+	wantEqual(t, "those after it", []catalog.Layer(nil), got)
+	recipe.Key += ".intact"
+	check(t, c.PutRecipe(ctx, made.Blob, recipe))
+	got, err = c.NotLooked(ctx, "", 10)
+	check(t, err)
+	wantEqual(t, "layers that nobody looked at, when all were", []catalog.Layer(nil), got)
 
 	r := catalog.Rootfs{ChainID: digestOf("chain"), TOC: digestOf("toc"), Key: "tocs/x"}
 	_, err = c.Rootfs(ctx, r.ChainID)

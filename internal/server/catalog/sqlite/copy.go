@@ -3,8 +3,10 @@ package sqlite
 import (
 	"context"
 	"database/sql"
+	"errors"
 	"fmt"
 	"net/url"
+	"os"
 	"path/filepath"
 
 	"github.com/opencontainers/go-digest"
@@ -29,6 +31,23 @@ func Copy(ctx context.Context, from, to string) error {
 		return fmt.Errorf("copy catalog %s: %w", from, known(err))
 	}
 	return nil
+}
+
+// OpenCopy opens a copy of the catalog in the file from, as one transaction sees it. A server may use from meanwhile. The
+// copy is in the directory for temporary files, and gone when it is closed.
+func OpenCopy(ctx context.Context, from string) (c *Catalog, end func() error, err error) {
+	dir, err := os.MkdirTemp("", "foil-catalog-")
+	if err != nil {
+		return nil, nil, err
+	}
+	to := filepath.Join(dir, "catalog.db")
+	if err = Copy(ctx, from, to); err == nil {
+		c, err = Open(ctx, to)
+	}
+	if err != nil {
+		return nil, nil, errors.Join(err, os.RemoveAll(dir))
+	}
+	return c, func() error { return errors.Join(c.Close(), os.RemoveAll(dir)) }, nil
 }
 
 // EachKey calls fn for the keys of all objects that cannot be made again: blobs, and packs.

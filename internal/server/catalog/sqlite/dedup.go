@@ -388,11 +388,21 @@ func (c *Catalog) PutRecipe(ctx context.Context, blob digest.Digest, r catalog.R
 
 // WithoutRecipe implements catalog.Dedup.
 func (c *Catalog) WithoutRecipe(ctx context.Context, after digest.Digest, limit int) ([]catalog.Layer, error) {
+	return c.layersWhere(ctx, "without recipes", `recipe = '' AND refused = ''`, after, limit)
+}
+
+// NotLooked implements catalog.Dedup.
+func (c *Catalog) NotLooked(ctx context.Context, after digest.Digest, limit int) ([]catalog.Layer, error) {
+	return c.layersWhere(ctx, "that nobody looked at", `recipe <> '' AND instr(recipe, '.') = 0`, after, limit)
+}
+
+// layersWhere returns layers after one.
+func (c *Catalog) layersWhere(ctx context.Context, what, where string, after digest.Digest, limit int) ([]catalog.Layer, error) {
 	fail := func(err error) ([]catalog.Layer, error) {
-		return nil, fmt.Errorf("layers without recipes: %w", known(err))
+		return nil, fmt.Errorf("layers %s: %w", what, known(err))
 	}
 	rows, err := c.read.QueryContext(ctx, `SELECT `+layerColumns+` FROM layers
-		WHERE recipe = '' AND refused = '' AND blob > ? ORDER BY blob LIMIT ?`, after.String(), limit)
+		WHERE `+where+` AND blob > ? ORDER BY blob LIMIT ?`, after.String(), limit)
 	if err != nil {
 		return fail(err)
 	}

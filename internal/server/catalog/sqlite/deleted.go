@@ -221,7 +221,7 @@ func undeleteTag(ctx context.Context, tx *sql.Tx, repo string, id int64, it cata
 		return nil, err
 	}
 	changes := []catalog.Change{{Kind: catalog.ChangedTag, Repo: repo, Name: it.Tag, Target: digest.Digest(d)}}
-	if err := putTag(ctx, tx, id, it.Tag, digest.Digest(d)); err != nil {
+	if err := putTag(ctx, tx, id, it.Tag, digest.Digest(d), time.Now()); err != nil {
 		return nil, err
 	}
 	return forgetDeleted(ctx, tx, changes, repo, id, catalog.ChangedDeletedTag, it.Tag)

@@ -34,7 +34,7 @@ func apply(ctx context.Context, tx *sql.Tx, c *catalog.Change) (err error) {
 	case c.Kind == catalog.ChangedBlob && c.Gone:
 		err = dropBlob(ctx, tx, c.Repo, c.Name)
 	case c.Kind == catalog.ChangedBlob:
-		err = putBlob(ctx, tx, repo, c.Blob)
+		err = putBlob(ctx, tx, repo, c.Blob, 0)
 	case c.Kind == catalog.ChangedManifest && c.Gone:
 		err = dropManifest(ctx, tx, c.Repo, c.Name)
 	case c.Kind == catalog.ChangedManifest:
@@ -42,7 +42,7 @@ func apply(ctx context.Context, tx *sql.Tx, c *catalog.Change) (err error) {
 	case c.Kind == catalog.ChangedTag && c.Gone:
 		err = dropTag(ctx, tx, c.Repo, c.Name)
 	case c.Kind == catalog.ChangedTag:
-		err = putTag(ctx, tx, repo, c.Name, c.Target)
+		err = putTag(ctx, tx, repo, c.Name, c.Target, c.Time)
 	case c.Kind == catalog.ChangedLayer && c.Gone:
 		_, err = tx.ExecContext(ctx, `DELETE FROM layers WHERE blob = ?`, c.Name)
 	case c.Kind == catalog.ChangedLayer:

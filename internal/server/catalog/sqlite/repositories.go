@@ -44,12 +44,8 @@ func (c *Catalog) LinkBlob(ctx context.Context, repo string, b catalog.Blob) err
 		if err != nil && !errors.Is(err, sql.ErrNoRows) {
 			return nil, err
 		}
-		if err != nil {
-			_, err := tx.ExecContext(ctx, `INSERT INTO blobs (repo, digest, size, media_type, leased) VALUES (?, ?, ?, ?, ?)`,
-				id, b.Digest.String(), b.Size, b.MediaType, c.leaseEnd())
-			return append(changes, catalog.Change{Kind: catalog.ChangedBlob, Repo: repo, Name: b.Digest.String(), Blob: b}), err
-		}
-		return append(changes, catalog.Change{Kind: catalog.ChangedBlob, Repo: repo, Name: b.Digest.String(), Blob: b}), putBlob(ctx, tx, id, b)
+		changes = append(changes, catalog.Change{Kind: catalog.ChangedBlob, Repo: repo, Name: b.Digest.String(), Blob: b})
+		return changes, c.within(ctx, tx, repo, func() error { return putBlob(ctx, tx, id, b, c.leaseEnd()) })
 	})
 	if err != nil {
 		return fmt.Errorf("record blob %s in %s: %w", b.Digest, repo, err)
@@ -57,10 +53,11 @@ func (c *Catalog) LinkBlob(ctx context.Context, repo string, b catalog.Blob) err
 	return nil
 }
 
-func putBlob(ctx context.Context, tx *sql.Tx, repo int64, b catalog.Blob) error {
-	_, err := tx.ExecContext(ctx, `INSERT INTO blobs (repo, digest, size, media_type) VALUES (?, ?, ?, ?)
-		ON CONFLICT (digest, repo) DO UPDATE SET size = excluded.size, media_type = excluded.media_type`,
-		repo, b.Digest.String(), b.Size, b.MediaType)
+// putBlob records a blob, and has it stay until the lease ends: nanoseconds since 1970; 0: none.
+func putBlob(ctx context.Context, tx *sql.Tx, repo int64, b catalog.Blob, leased int64) error {
+	_, err := tx.ExecContext(ctx, `INSERT INTO blobs (repo, digest, size, media_type, leased) VALUES (?, ?, ?, ?, ?)
+		ON CONFLICT (digest, repo) DO UPDATE SET size = excluded.size, media_type = excluded.media_type, leased = max(leased, excluded.leased)`,
+		repo, b.Digest.String(), b.Size, b.MediaType, leased)
 	return err
 }
 
@@ -152,7 +149,7 @@ func (c *Catalog) PutManifest(ctx context.Context, repo string, m catalog.Manife
 			return nil, err
 		}
 		changes = append(changes, catalog.Change{Kind: catalog.ChangedManifest, Repo: repo, Name: m.Digest.String(), Manifest: put})
-		if err := putManifest(ctx, tx, id, put); err != nil {
+		if err := c.within(ctx, tx, repo, func() error { return putManifest(ctx, tx, id, put) }); err != nil {
 			return nil, err
 		}
 		if changes, err = forgetDeleted(ctx, tx, changes, repo, id, catalog.ChangedDeletedManifest, m.Digest.String()); err != nil {
@@ -163,7 +160,10 @@ func (c *Catalog) PutManifest(ctx context.Context, repo string, m catalog.Manife
 				return nil, err
 			}
 			changes = append(changes, catalog.Change{Kind: catalog.ChangedTag, Repo: repo, Name: tag, Target: m.Digest})
-			if err := putTag(ctx, tx, id, tag, m.Digest); err != nil {
+			if err := c.mayMove(ctx, tx, repo, id, tag, m.Digest); err != nil {
+				return nil, err
+			}
+			if err := putTag(ctx, tx, id, tag, m.Digest, m.Pushed); err != nil {
 				return nil, err
 			}
 		}
@@ -198,9 +198,9 @@ func encodeAnnotations(m catalog.Manifest) ([]byte, error) {
 	return json.Marshal(m.Annotations)
 }
 
-func putTag(ctx context.Context, tx *sql.Tx, repo int64, tag string, d digest.Digest) error {
-	_, err := tx.ExecContext(ctx, `INSERT INTO tags (repo, name, digest) VALUES (?, ?, ?)
-		ON CONFLICT (repo, name) DO UPDATE SET digest = excluded.digest`, repo, tag, d.String())
+func putTag(ctx context.Context, tx *sql.Tx, repo int64, tag string, d digest.Digest, pushed time.Time) error {
+	_, err := tx.ExecContext(ctx, `INSERT INTO tags (repo, name, digest, pushed) VALUES (?, ?, ?, ?)
+		ON CONFLICT (repo, name) DO UPDATE SET digest = excluded.digest, pushed = excluded.pushed`, repo, tag, d.String(), pushed.UnixNano())
 	return err
 }
 
@@ -242,6 +242,9 @@ func (c *Catalog) Manifest(ctx context.Context, repo string, d digest.Digest) (c
 // DeleteManifest implements catalog.Repositories.
 func (c *Catalog) DeleteManifest(ctx context.Context, repo string, d digest.Digest) error {
 	err := c.change(ctx, 0, func(ctx context.Context, tx *sql.Tx) ([]catalog.Change, error) {
+		if err := c.mayRemove(ctx, tx, repo, d); err != nil {
+			return nil, err
+		}
 		at := time.Now()
 		changes, err := c.keepManifest(ctx, tx, repo, d, at)
 		if err != nil {
@@ -336,7 +339,14 @@ func (c *Catalog) Tag(ctx context.Context, repo, tag string) (digest.Digest, err
 // DeleteTag implements catalog.Repositories.
 func (c *Catalog) DeleteTag(ctx context.Context, repo, tag string) error {
 	err := c.change(ctx, 0, func(ctx context.Context, tx *sql.Tx) ([]catalog.Change, error) {
-		return c.deleteTag(ctx, tx, repo, tag, time.Now())
+		changes, err := c.deleteTag(ctx, tx, repo, tag, time.Now())
+		if err != nil {
+			return nil, err
+		}
+		if rule := c.immutable(repo, tag); rule != "" {
+			return nil, immutableTag(repo, tag, rule)
+		}
+		return changes, nil
 	})
 	if err != nil {
 		return fmt.Errorf("delete tag %s:%s: %w", repo, tag, err)

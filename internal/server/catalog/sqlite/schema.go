@@ -137,6 +137,10 @@ var migrations = []string{
 	) STRICT;
 	INSERT INTO log VALUES (1, 0, 0, 0, 0, '');
 	`,
+	usageMigration,
+	`
+	CREATE INDEX layers_not_looked ON layers (blob) WHERE recipe <> '' AND instr(recipe, '.') = 0;
+	`,
 	garbageSchema,
 }
 

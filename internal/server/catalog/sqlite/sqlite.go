@@ -14,6 +14,7 @@ import (
 	"errors"
 	"fmt"
 	"net/url"
+	"os"
 	"path/filepath"
 	"sync"
 	"sync/atomic"
@@ -33,9 +34,10 @@ type Catalog struct {
 	read  *sql.DB
 	ask   statements
 
-	l       logging      // its requests apart, the changer's
-	lease   atomic.Int64 // nanoseconds
-	window  atomic.Int64 // nanoseconds
+	policy  func() catalog.Policy // set before changes are made; nil: there is none
+	l       logging               // its requests apart, the changer's
+	lease   atomic.Int64          // nanoseconds
+	window  atomic.Int64          // nanoseconds
 	kept    kept
 	closing sync.Once
 }
@@ -122,6 +124,7 @@ var (
 	_ catalog.Catalog = (*Catalog)(nil)
 	_ catalog.Logged  = (*Catalog)(nil)
 	_ catalog.Garbage = (*Catalog)(nil)
+	_ catalog.Bounded = (*Catalog)(nil)
 )
 
 // Open opens the catalog in the file at path, which is made when missing.
@@ -133,24 +136,61 @@ func Open(ctx context.Context, path string) (*Catalog, error) {
 	return c, nil
 }
 
-func open(ctx context.Context, path string) (_ *Catalog, err error) {
+// connect opens a file; mode rwc makes it when missing.
+func connect(file, begin, mode string, pragmas ...string) (*sql.DB, error) {
+	q := url.Values{
+		"_pragma": append([]string{
+			"busy_timeout(10000)",
+			"synchronous(FULL)",
+			"foreign_keys(1)",
+			"cache_size(-16384)", // KiB a connection
+		}, pragmas...),
+		"_txlock": {begin},
+		"mode":    {mode},
+	}
+	return sql.Open("sqlite", (&url.URL{Scheme: "file", Path: file, RawQuery: q.Encode()}).String())
+}
+
+// View opens the catalog in the file at path to read it, also while a server uses it. It changes nothing: of what a foil of
+// another version has made there is an error.
+func View(ctx context.Context, path string) (*Catalog, error) {
+	c, err := view(ctx, path)
+	if err != nil {
+		return nil, fmt.Errorf("open catalog %s: %w", path, known(err))
+	}
+	return c, nil
+}
+
+func view(ctx context.Context, path string) (*Catalog, error) {
 	abs, err := filepath.Abs(path)
 	if err != nil {
 		return nil, err
 	}
-	connect := func(begin string, pragmas ...string) (*sql.DB, error) {
-		q := url.Values{
-			"_pragma": append([]string{
-				"busy_timeout(10000)",
-				"auto_vacuum(2)", // incremental (Shrink), of a catalog that is made now
-				"journal_mode(WAL)",
-				"synchronous(FULL)",
-				"foreign_keys(1)",
-				"cache_size(-16384)", // KiB a connection
-			}, pragmas...),
-			"_txlock": {begin},
-		}
-		return sql.Open("sqlite", (&url.URL{Scheme: "file", Path: abs, RawQuery: q.Encode()}).String())
+	if _, err := os.Stat(abs); err != nil {
+		return nil, err
+	}
+	c := new(Catalog)
+	if c.read, err = connect(abs, "deferred", "rw", "query_only(1)"); err != nil {
+		return nil, err
+	}
+	var version int
+	err = c.read.QueryRowContext(ctx, `PRAGMA user_version`).Scan(&version)
+	if err == nil && version != len(migrations) {
+		err = fmt.Errorf("its version is %d, and this foil reads version %d: use the foil that its server was started with last", version, len(migrations))
+	}
+	if err == nil {
+		err = c.prepare(ctx)
+	}
+	if err != nil {
+		return nil, errors.Join(err, c.Close())
+	}
+	return c, nil
+}
+
+func open(ctx context.Context, path string) (_ *Catalog, err error) {
+	abs, err := filepath.Abs(path)
+	if err != nil {
+		return nil, err
 	}
 	c := new(Catalog)
 	c.lease.Store(int64(catalog.DefaultLease))
@@ -160,7 +200,7 @@ func open(ctx context.Context, path string) (_ *Catalog, err error) {
 			c.Close()
 		}
 	}()
-	if c.write, err = connect("immediate"); err != nil {
+	if c.write, err = connect(abs, "immediate", "rwc", "auto_vacuum(2)", "journal_mode(WAL)"); err != nil {
 		return nil, err
 	}
 	c.write.SetMaxOpenConns(1)
@@ -171,7 +211,7 @@ func open(ctx context.Context, path string) (_ *Catalog, err error) {
 	if err := durable.Sync(filepath.Dir(abs)); err != nil {
 		return nil, err
 	}
-	if c.read, err = connect("deferred", "query_only(1)"); err != nil {
+	if c.read, err = connect(abs, "deferred", "rwc", "journal_mode(WAL)", "query_only(1)"); err != nil {
 		return nil, err
 	}
 	c.read.SetMaxOpenConns(4)

@@ -1,0 +1,10 @@
+module hydrofoil.dev/foil/encoders/klauspost
+
+go 1.26
+
+require (
+	github.com/klauspost/compress v1.20.3
+	hydrofoil.dev/foil/encoders/stream v0.0.0
+)
+
+replace hydrofoil.dev/foil/encoders/stream => ../stream

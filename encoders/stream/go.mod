@@ -1,0 +1,3 @@
+module hydrofoil.dev/foil/encoders/stream
+
+go 1.26

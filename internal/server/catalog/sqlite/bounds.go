@@ -1,0 +1,251 @@
+package sqlite
+
+import (
+	"context"
+	"database/sql"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/opencontainers/go-digest"
+
+	"hydrofoil.dev/foil/internal/server/catalog"
+)
+
+// SetPolicy implements catalog.Bounded.
+func (c *Catalog) SetPolicy(policy func() catalog.Policy) { c.policy = policy }
+
+// quotas are those that a repository is under.
+func (c *Catalog) quotas(repo string) []catalog.Quota {
+	if c.policy == nil {
+		return nil
+	}
+	return c.policy().Quotas(repo)
+}
+
+// immutable returns the rule by which a tag stays; empty: there is none.
+func (c *Catalog) immutable(repo, tag string) string {
+	if c.policy == nil {
+		return ""
+	}
+	return c.policy().Immutable(repo, tag)
+}
+
+func immutableTag(repo, tag, rule string) error {
+	return &catalog.Refusal{Message: fmt.Sprintf("the tag %s:%s is immutable by the rule %q of this registry: push under another tag, or have an administrator change the rule", repo, tag, rule)}
+}
+
+// querier is a transaction, or the connections that read.
+type querier interface {
+	QueryContext(ctx context.Context, query string, args ...any) (*sql.Rows, error)
+}
+
+// counted is what the repositories hold that a quota counts together with repo. Names have no ~, nor anything after it.
+func counted(ctx context.Context, q querier, quota catalog.Quota, repo string) (sum catalog.Usage, err error) {
+	query, args := usageQuery+` WHERE r.name = ?`, []any{repo}
+	if quota.Counts != nil {
+		query, args = usageQuery+` WHERE r.name BETWEEN ?1 AND ?1 || '~'`, []any{quota.Prefix}
+	}
+	all, err := usages(ctx, q, query, args...)
+	for _, u := range all {
+		if quota.Counts == nil || quota.Counts(u.Repository) {
+			sum.Bytes += u.Bytes
+			sum.Loose += u.Loose
+			sum.Manifests += u.Manifests
+		}
+	}
+	return sum, err
+}
+
+// within makes a change of what repo holds, if it stays within its quotas, or takes nothing more of them.
+func (c *Catalog) within(ctx context.Context, tx *sql.Tx, repo string, change func() error) error {
+	quotas := c.quotas(repo)
+	before := make([]catalog.Usage, len(quotas))
+	for i, q := range quotas {
+		var err error
+		if before[i], err = counted(ctx, tx, q, repo); err != nil {
+			return err
+		}
+	}
+	if err := change(); err != nil {
+		return err
+	}
+	for i, q := range quotas {
+		after, err := counted(ctx, tx, q, repo)
+		if err == nil {
+			err = fits(q, before[i], after)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// fits reports whether a change is within a quota. What many hold together is nobody's business who pushes to one of
+// them: the message does not say how much is used.
+func fits(q catalog.Quota, before, after catalog.Usage) error {
+	refuse := func(format string, args ...any) error {
+		return &catalog.Refusal{Quota: true, Message: fmt.Sprintf(format, args...) + ", or have an administrator raise the quota"}
+	}
+	more := after.Bytes - before.Bytes
+	loose := after.Loose - before.Loose
+	switch {
+	case q.Manifests > 0 && after.Manifests > q.Manifests && after.Manifests > before.Manifests:
+		return refuse("the quota %q has room for %d manifests, and they are there: delete some that nobody needs", q.Name, q.Manifests)
+	case q.Bytes > 0 && more > 0 && after.Bytes > q.Bytes:
+		return refuse("the quota %q of %d bytes has no room for %d more: delete manifests that nobody needs", q.Name, q.Bytes, more)
+	// A blob that could not become part of any image beside what is there now.
+	case q.Bytes > 0 && loose > 0 && more >= 0 && after.Bytes+loose > q.Bytes:
+		return refuse("the quota %q of %d bytes has no room for %d more: delete manifests that nobody needs", q.Name, q.Bytes, loose)
+	case q.Bytes > 0 && loose > 0 && more >= 0 && after.Loose > q.Bytes:
+		return refuse("blobs that no manifest names are as many as the quota %q allows, %d bytes: push the manifests that name them", q.Name, q.Bytes)
+	}
+	return nil
+}
+
+// Room implements catalog.Bounded.
+func (c *Catalog) Room(ctx context.Context, repo string, bytes int64) error {
+	for _, q := range c.quotas(repo) {
+		before, err := counted(ctx, c.read, q, repo)
+		if err == nil {
+			after := before
+			after.Loose += bytes
+			err = fits(q, before, after)
+		}
+		if err != nil {
+			return fmt.Errorf("room in %s: %w", repo, known(err))
+		}
+	}
+	return nil
+}
+
+// mayMove reports whether a tag may name a manifest from now on.
+func (c *Catalog) mayMove(ctx context.Context, tx *sql.Tx, repo string, id int64, tag string, to digest.Digest) error {
+	rule := c.immutable(repo, tag)
+	if rule == "" {
+		return nil
+	}
+	var now string
+	err := tx.QueryRowContext(ctx, `SELECT digest FROM tags WHERE repo = ? AND name = ?`, id, tag).Scan(&now)
+	if errors.Is(err, sql.ErrNoRows) || err == nil && now == to.String() {
+		return nil
+	}
+	if err == nil {
+		err = immutableTag(repo, tag, rule)
+	}
+	return err
+}
+
+// MayRemove implements catalog.Bounded.
+func (c *Catalog) MayRemove(ctx context.Context, repo string, d digest.Digest) error {
+	if err := c.mayRemove(ctx, c.read, repo, d); err != nil {
+		return fmt.Errorf("remove %s from %s: %w", d, repo, known(err))
+	}
+	return nil
+}
+
+// mayRemove looks at the tags of a manifest, and of all that name it, and so on.
+func (c *Catalog) mayRemove(ctx context.Context, q querier, repo string, d digest.Digest) error {
+	if c.policy == nil {
+		return nil
+	}
+	rows, err := q.QueryContext(ctx, `WITH RECURSIVE
+		this(id) AS (SELECT id FROM repositories WHERE name = ?1),
+		needs(digest) AS (VALUES (?2) UNION
+			SELECT m.digest FROM needs n JOIN manifest_blobs b ON b.repo = (SELECT id FROM this) AND b.digest = n.digest
+			JOIN manifests m ON m.id = b.manifest)
+		SELECT t.name FROM needs n JOIN tags t ON t.repo = (SELECT id FROM this) AND t.digest = n.digest ORDER BY t.name`, repo, d.String())
+	if err != nil {
+		return err
+	}
+	defer rows.Close()
+	for rows.Next() {
+		var tag string
+		if err := rows.Scan(&tag); err != nil {
+			return err
+		}
+		if rule := c.immutable(repo, tag); rule != "" {
+			return &catalog.Refusal{Message: fmt.Sprintf("the tag %s:%s needs %s, and is immutable by the rule %q of this registry: an administrator may change the rule", repo, tag, d, rule)}
+		}
+	}
+	return rows.Err()
+}
+
+// Tagged implements catalog.Bounded.
+func (c *Catalog) Tagged(ctx context.Context, repo string) (all []catalog.Tagged, err error) {
+	var id int64
+	if err := c.read.QueryRowContext(ctx, `SELECT id FROM repositories WHERE name = ?`, repo).Scan(&id); err != nil {
+		return nil, fmt.Errorf("tags of %s: %w", repo, known(err))
+	}
+	rows, err := c.read.QueryContext(ctx, `SELECT name, digest, pushed FROM tags WHERE repo = ? ORDER BY name`, id)
+	if err != nil {
+		return nil, fmt.Errorf("tags of %s: %w", repo, known(err))
+	}
+	defer rows.Close()
+	for rows.Next() {
+		var t catalog.Tagged
+		var d string
+		var pushed int64
+		if err := rows.Scan(&t.Tag, &d, &pushed); err != nil {
+			return nil, fmt.Errorf("tags of %s: %w", repo, known(err))
+		}
+		t.Target, t.Pushed = digest.Digest(d), time.Unix(0, pushed)
+		all = append(all, t)
+	}
+	return all, known(rows.Err())
+}
+
+// Untag implements catalog.Bounded.
+func (c *Catalog) Untag(ctx context.Context, repo string, tags []catalog.Tagged) (gone []catalog.Tagged, err error) {
+	err = c.change(ctx, 0, func(ctx context.Context, tx *sql.Tx) (changes []catalog.Change, err error) {
+		gone = nil
+		for _, t := range tags {
+			if c.immutable(repo, t.Tag) != "" {
+				continue
+			}
+			err := affected(tx.ExecContext(ctx, `DELETE FROM tags WHERE repo = (SELECT id FROM repositories WHERE name = ?)
+				AND name = ? AND digest = ? AND pushed = ?`, repo, t.Tag, t.Target.String(), t.Pushed.UnixNano()))
+			if errors.Is(err, catalog.ErrNotFound) {
+				continue
+			}
+			if err != nil {
+				return nil, err
+			}
+			gone = append(gone, t)
+			changes = append(changes, catalog.Change{Kind: catalog.ChangedTag, Repo: repo, Name: t.Tag, Gone: true})
+		}
+		return changes, nil
+	})
+	if err != nil {
+		return nil, fmt.Errorf("untag %d of %s: %w", len(tags), repo, err)
+	}
+	return gone, nil
+}
+
+const usageQuery = `SELECT r.name, u.bytes, u.loose, u.manifests FROM repositories r JOIN usage u ON u.repo = r.id`
+
+func usages(ctx context.Context, q querier, query string, args ...any) (all []catalog.RepositoryUsage, err error) {
+	rows, err := q.QueryContext(ctx, query, args...)
+	if err != nil {
+		return nil, err
+	}
+	defer rows.Close()
+	for rows.Next() {
+		var u catalog.RepositoryUsage
+		if err := rows.Scan(&u.Repository, &u.Bytes, &u.Loose, &u.Manifests); err != nil {
+			return nil, err
+		}
+		all = append(all, u)
+	}
+	return all, rows.Err()
+}
+
+// Usages implements catalog.Bounded.
+func (c *Catalog) Usages(ctx context.Context, after string, limit int) ([]catalog.RepositoryUsage, error) {
+	all, err := usages(ctx, c.read, usageQuery+` WHERE r.name > ? ORDER BY r.name LIMIT ?`, after, limit)
+	if err != nil {
+		return nil, fmt.Errorf("usage of repositories: %w", known(err))
+	}
+	return all, nil
+}

@@ -1,0 +1,9 @@
+package serve
+
+import (
+	"context"
+	"time"
+)
+
+// Retain applies the rules of retention as if it were another time.
+func (s *Server) Retain(ctx context.Context, now time.Time) error { return s.retainer.apply(ctx, now) }
