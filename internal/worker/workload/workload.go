@@ -32,10 +32,10 @@ import (
 	"net/netip"
 	"net/url"
 	"os"
-	"regexp"
 	"strings"
 	"time"
 
+	dockerauth "github.com/containerd/containerd/v2/core/remotes/docker/auth"
 	"github.com/distribution/reference"
 )
 
@@ -274,29 +274,11 @@ func (x *exchange) do(req *http.Request) (*http.Response, []byte, error) {
 	return resp, b, err
 }
 
-var (
-	bearer    = regexp.MustCompile(`(?i)^\s*bearer\s+(.*)$`)
-	parameter = regexp.MustCompile(`([a-zA-Z_]+)="([^"]*)"`)
-)
-
 // parseChallenge reads the first Bearer challenge of some.
 func parseChallenge(headers []string) *challenge {
-	for _, h := range headers {
-		m := bearer.FindStringSubmatch(h)
-		if m == nil {
-			continue
-		}
-		var c challenge
-		for _, p := range parameter.FindAllStringSubmatch(m[1], -1) {
-			switch strings.ToLower(p[1]) {
-			case "realm":
-				c.realm = p[2]
-			case "service":
-				c.service = p[2]
-			}
-		}
-		if c.realm != "" {
-			return &c
+	for _, c := range dockerauth.ParseAuthHeader(http.Header{"Www-Authenticate": headers}) {
+		if c.Scheme == dockerauth.BearerAuth && c.Parameters["realm"] != "" {
+			return &challenge{realm: c.Parameters["realm"], service: c.Parameters["service"]}
 		}
 	}
 	return nil

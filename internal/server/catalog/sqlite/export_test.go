@@ -8,4 +8,4 @@ func (c *Catalog) Databases() map[string]*sql.DB {
 }
 
 // Migrations are those up to a version.
-func Migrations(version int) []string { return migrations[:version] }
+func Migrations(version int) []string { return migrations()[:version] }

@@ -7,7 +7,8 @@ import "fmt"
 // A review is a question that an event has raised: does anybody still need this? Triggers ask it, in the
 // transaction of the event, whoever makes the change: a request, a replay of the journal, or a collector. Its kinds
 // are those of reviewKind.
-var garbageSchema = `
+func garbageSchema() string {
+	return `
 	-- Until when nobody may take the blob out of the repository: its client was told that it is there.
 	ALTER TABLE blobs ADD COLUMN leased INTEGER NOT NULL DEFAULT 0; -- nanoseconds since 1970
 
@@ -183,6 +184,7 @@ var garbageSchema = `
 	INSERT INTO reviews (kind, repo, name, since, jitter) SELECT 5, 0, id, ` + now + `, ` + jitter + ` FROM startup_images;
 	INSERT INTO reviews (kind, repo, name, since, jitter) SELECT 6, 0, id, ` + now + `, ` + jitter + ` FROM packs;
 	`
+}
 
 // now and jitter are SQL.
 const (

@@ -12,8 +12,9 @@ import (
 //
 // Digests of blobs and manifests are text, "sha256:...", as clients write
 // them. Segment IDs are 32 bytes.
-var migrations = []string{
-	`
+func migrations() []string {
+	return []string{
+		`
 	CREATE TABLE repositories (
 		id   INTEGER PRIMARY KEY,
 		name TEXT NOT NULL UNIQUE
@@ -89,7 +90,7 @@ var migrations = []string{
 		idx      TEXT NOT NULL
 	) STRICT, WITHOUT ROWID;
 	`,
-	`
+		`
 	CREATE TABLE startup_images (
 		id         INTEGER PRIMARY KEY,
 		repo       TEXT    NOT NULL,
@@ -118,14 +119,14 @@ var migrations = []string{
 	) STRICT;
 	CREATE INDEX traces_by_service ON traces (image, service, recorded);
 	`,
-	`
+		`
 	-- All empty: nobody has made it yet.
 	ALTER TABLE layers ADD COLUMN recipe        TEXT    NOT NULL DEFAULT '';
 	ALTER TABLE layers ADD COLUMN recipe_digest TEXT    NOT NULL DEFAULT '';
 	ALTER TABLE layers ADD COLUMN recipe_size   INTEGER NOT NULL DEFAULT 0;
 	CREATE INDEX layers_without_recipe ON layers (blob) WHERE recipe = '' AND refused = '';
 	`,
-	`
+		`
 	-- One row: how far the catalog is with its log, and the log with what is older.
 	CREATE TABLE log (
 		id       INTEGER PRIMARY KEY CHECK (id = 1),
@@ -137,11 +138,12 @@ var migrations = []string{
 	) STRICT;
 	INSERT INTO log VALUES (1, 0, 0, 0, 0, '');
 	`,
-	usageMigration,
-	`
+		`
 	CREATE INDEX layers_not_looked ON layers (blob) WHERE recipe <> '' AND instr(recipe, '.') = 0;
 	`,
-	garbageSchema,
+		garbageSchema(),
+		usageMigration(),
+	}
 }
 
 // migrate brings the database to the newest version.
@@ -150,17 +152,18 @@ func migrate(ctx context.Context, db *sql.DB) error {
 	if err := db.QueryRowContext(ctx, `PRAGMA user_version`).Scan(&version); err != nil {
 		return fmt.Errorf("read its version: %w", err)
 	}
-	if version > len(migrations) {
-		return fmt.Errorf("its version is %d and this foil knows versions up to %d: use a newer foil", version, len(migrations))
+	steps := migrations()
+	if version > len(steps) {
+		return fmt.Errorf("its version is %d and this foil knows versions up to %d: use a newer foil", version, len(steps))
 	}
-	for ; version < len(migrations); version++ {
+	for ; version < len(steps); version++ {
 		err := func() error {
 			tx, err := db.BeginTx(ctx, nil)
 			if err != nil {
 				return err
 			}
 			defer tx.Rollback()
-			if _, err := tx.ExecContext(ctx, migrations[version]); err != nil {
+			if _, err := tx.ExecContext(ctx, steps[version]); err != nil {
 				return err
 			}
 			// A PRAGMA takes no parameters.

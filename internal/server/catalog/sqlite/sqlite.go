@@ -175,8 +175,8 @@ func view(ctx context.Context, path string) (*Catalog, error) {
 	}
 	var version int
 	err = c.read.QueryRowContext(ctx, `PRAGMA user_version`).Scan(&version)
-	if err == nil && version != len(migrations) {
-		err = fmt.Errorf("its version is %d, and this foil reads version %d: use the foil that its server was started with last", version, len(migrations))
+	if err == nil && version != len(migrations()) {
+		err = fmt.Errorf("its version is %d, and this foil reads version %d: use the foil that its server was started with last", version, len(migrations()))
 	}
 	if err == nil {
 		err = c.prepare(ctx)

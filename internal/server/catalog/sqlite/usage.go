@@ -5,7 +5,8 @@ import "strings"
 // usageMigration counts what repositories hold. Triggers keep the numbers, so that whoever adds or removes rows,
 // a replay too, need not know of them. Blobs are counted by what names them: a blob may be linked before the
 // manifest that names it, or after, in a replay.
-var usageMigration = `
+func usageMigration() string {
+	return `
 	ALTER TABLE tags ADD COLUMN pushed INTEGER NOT NULL DEFAULT 0; -- nanoseconds since 1970
 	UPDATE tags SET pushed = coalesce((SELECT pushed FROM manifests m WHERE m.repo = tags.repo AND m.digest = tags.digest), unixepoch() * 1000000000);
 
@@ -61,6 +62,7 @@ var usageMigration = `
 		INSERT INTO manifest_blobs ` + named("new", "") + ` LIMIT 4096;
 	END;
 	`
+}
 
 // sizeOf is the size of the blob that a row of manifest_blobs names.
 func sizeOf(row string) string {
