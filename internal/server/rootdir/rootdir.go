@@ -51,7 +51,10 @@ func Lock(root string) (unlock func() error, err error) {
 		}
 		return nil, fmt.Errorf("lock %s: %w", path, err)
 	}
-	return f.Close, nil
+	return func() error {
+		// Closing is not enough: a program that this process is just starting has the lock too, until it has begun.
+		return errors.Join(unix.Flock(int(f.Fd()), unix.LOCK_UN), f.Close())
+	}, nil
 }
 
 // Check sees to it that no empty catalog takes the place of one that is gone: the server would remove all
