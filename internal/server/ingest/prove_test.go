@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/exec"
 	"runtime"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -114,9 +115,13 @@ func TestProve(t *testing.T) {
 			wantRestored(t, s.Ingester, b)
 		}
 	}
+	doomed, err := s.Catalog.(catalog.Garbage).Doomed(t.Context(), time.Now().Add(time.Hour), 100)
+	if err != nil {
+		t.Fatal(err)
+	}
 	for _, key := range keys {
-		if _, err := s.memory.Stat(t.Context(), key); !errors.Is(err, objects.ErrNotFound) {
-			t.Errorf("the recipe before is still there: %v", err)
+		if !slices.Contains(doomed, key) {
+			t.Errorf("the recipe %s is not to be removed", key)
 		}
 	}
 	restorer := &restore.Blobs{Store: &dedup.Store{Objects: s.memory, Catalog: s.Catalog}, Encoders: &encoder.Set{}}
