@@ -220,10 +220,11 @@ func open(req *http.Request) bool {
 
 // open makes the handler of all requests.
 func (s *Server) open(ctx context.Context) error {
-	p := parts{readers: new(readers.Readers), space: newSpace(s.opts.Root, s.opts.Reserve)}
+	p := parts{readers: new(readers.Readers)}
 	if err := s.openStores(ctx, &p); err != nil {
 		return err
 	}
+	p.space = newSpace(s.opts.Root, s.opts.Reserve) // the root is there now
 	if err := s.openWebhooks(ctx, &p); err != nil {
 		return err
 	}
