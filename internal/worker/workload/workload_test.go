@@ -17,7 +17,7 @@ import (
 
 const subject = "eyJ.the-token-of-a-pod.sig"
 
-// golden is a request as kubelet 1.37.2 sends it.
+// golden is a request, by hand, of the types that kubelet 1.37.2 has for it.
 func golden(t *testing.T, name, host string) string {
 	t.Helper()
 	b, err := os.ReadFile(filepath.Join("testdata", name))

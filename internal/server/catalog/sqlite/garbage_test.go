@@ -112,6 +112,53 @@ func TestLostSegmentsAreNeeded(t *testing.T) {
 	}
 }
 
+// Layers that need a pack which a scrub replaced need the new one, and the pack where what was lost is stored again: else a
+// collector would take these for nobody's.
+func TestMendedPacksAreNeeded(t *testing.T) {
+	a, b := catalogtest.ID(1), catalogtest.ID(2)
+	salvaged := packOf("packs/salvaged", a)
+	for name, test := range map[string]struct {
+		with *catalog.Pack
+		want []string
+	}{
+		"a part is sound": {&salvaged, []string{"packs/again", "packs/salvaged"}},
+		"all is lost":     {nil, []string{"packs/again"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			c := open(t, filepath.Join(t.TempDir(), "db"))
+			defer c.Close()
+			ctx := t.Context()
+			old := packOf("packs/old", a, b)
+			blob := digest.FromString("layer")
+			must(t, c.AddPack(ctx, old), c.PutLayer(ctx, catalog.Layer{Blob: blob, Entries: "entries/x"}, old.Key))
+			keep := c.Keep()
+			if l, err := keep.Locate(ctx, []segment.ID{a}); err != nil || l[0].Frame == nil {
+				t.Fatalf("%+v, %v", l, err)
+			}
+			if err := c.ReplacePack(ctx, old, test.with); !errors.Is(err, catalog.ErrInUse) {
+				t.Errorf("while an ingest relies on it: %v", err)
+			}
+			keep.Release()
+			must(t, c.ReplacePack(ctx, old, test.with), c.AddPack(ctx, packOf("packs/again", a, b)))
+			packs, err := c.PacksToReview(ctx, everything())
+			must(t, err)
+			var needed []string
+			for _, p := range packs {
+				if slices.Equal(p.Layers, []digest.Digest{blob}) {
+					needed = append(needed, p.Key)
+				}
+			}
+			slices.Sort(needed)
+			if !slices.Equal(needed, test.want) {
+				t.Errorf("the layer needs %q, want %q", needed, test.want)
+			}
+			if got := place(t, c, b); got != "packs/again" {
+				t.Errorf("what was lost is in %q", got)
+			}
+		})
+	}
+}
+
 // A blob stays while a manifest names it, can be brought back, or a client was told that it is there.
 func TestLinks(t *testing.T) {
 	c := open(t, filepath.Join(t.TempDir(), "db"))
