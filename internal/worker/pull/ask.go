@@ -145,7 +145,7 @@ func (s *Puller) Layer(ctx context.Context, req api.PullRequest, manifest, path 
 			Versions: []int{bundle.Version}, Layer: layer, Contents: contents,
 			Image: bundle.ImageRequest{Repository: query.Get("repository"), Reference: query.Get("reference"), Platform: platform},
 		}
-		stream, err := c.Stream(ctx, path, &q, 0)
+		stream, err := c.StreamAside(ctx, path, &q)
 		if err == nil {
 			answer = &LayerAnswer{bundle.NewLayerReader(stream, &q), stream}
 		}

@@ -22,8 +22,12 @@ import (
 // receiveWindow is how much of a stream may be on its way or unread, in bytes.
 const receiveWindow = kernel.FlightBytes
 
-// idleTimeout is how long a connection stays that nobody uses: HTTP/2 pings it all the time.
-const idleTimeout = 15 * time.Minute
+// idleTimeout is how long a connection stays that nobody uses: HTTP/2 pings it all the time. asideTimeout is that of one
+// for requests aside.
+const (
+	idleTimeout  = 15 * time.Minute
+	asideTimeout = 5 * time.Second
+)
 
 // Options configures a Client. Only Base is needed.
 type Options struct {
@@ -60,7 +64,8 @@ type Options struct {
 }
 
 // Client talks to one server over one HTTP/2 connection, which it keeps open
-// between requests: plain HTTP without upgrade (h2c by prior knowledge), or TLS.
+// between requests: plain HTTP without upgrade (h2c by prior knowledge), or TLS. Requests aside have another one, for as
+// long as there are any.
 // A server that speaks only HTTP/1.1 works as well, with more connections.
 type Client struct {
 	*shared
@@ -73,11 +78,12 @@ type shared struct {
 	base *url.URL
 	log  *slog.Logger
 
-	dials atomic.Int64            // connections made
+	dials atomic.Int64            // connections made, but for those of requests aside
 	kept  atomic.Pointer[Warming] // of the connection that Keep holds open
 
 	mu     sync.Mutex
 	link   *link // for new requests
+	side   *link // for new requests aside; nil: there was none yet
 	way    way
 	spoken bool // the server has answered a request by this way
 	closed bool
@@ -177,12 +183,12 @@ func New(opts Options) (*Client, error) {
 		opts.Logger = slog.New(slog.DiscardHandler)
 	}
 	c := &shared{opts: opts, base: base, log: opts.Logger, way: way{scheme: base.Scheme}}
-	c.link = c.newLink()
+	c.link = c.newLink(false)
 	return &Client{shared: c}, nil
 }
 
 // newLink makes a link for c.way, which mu guards.
-func (c *shared) newLink() *link {
+func (c *shared) newLink(aside bool) *link {
 	l := &link{conns: make(map[net.Conn]struct{})}
 	t := &http.Transport{
 		DialContext: func(ctx context.Context, network, address string) (net.Conn, error) {
@@ -195,7 +201,9 @@ func (c *shared) newLink() *link {
 			if err != nil {
 				return nil, err
 			}
-			c.dials.Add(1)
+			if !aside {
+				c.dials.Add(1)
+			}
 			return l.opened(conn), nil
 		},
 		TLSClientConfig:     c.opts.TLS,
@@ -210,6 +218,9 @@ func (c *shared) newLink() *link {
 		},
 		// The bytes are compressed already, and their count is reported.
 		DisableCompression: true,
+	}
+	if aside {
+		t.IdleConnTimeout = asideTimeout
 	}
 	switch {
 	case c.way.scheme == "https":
@@ -252,18 +263,25 @@ func (c *shared) Close() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.closed = true
-	c.link.abandon()
+	c.abandonAll()
 }
 
 // begin returns the link for a new request, which is counted as a stream of it.
-func (c *shared) begin() (*link, way, error) {
+func (c *shared) begin(aside bool) (*link, way, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.closed {
 		return nil, way{}, fmt.Errorf("%s: the client is closed", c.base)
 	}
-	c.link.begin()
-	return c.link, c.way, nil
+	l := c.link
+	if aside {
+		if c.side == nil {
+			c.side = c.newLink(true)
+		}
+		l = c.side
+	}
+	l.begin()
+	return l, c.way, nil
 }
 
 // answered notes that the server understands how it is spoken to.
@@ -292,14 +310,23 @@ func (c *shared) another(l *link, w way, err error) bool {
 		c.way.old = true
 	case w.old:
 		c.way.old = false // it was not that
-		c.link = c.newLink()
+		c.abandonAll()
 		return false
 	default:
 		return false
 	}
-	l.abandon()
-	c.link = c.newLink()
+	c.abandonAll()
 	return true
+}
+
+// abandonAll makes new requests connect anew, by c.way. mu is held.
+func (c *shared) abandonAll() {
+	c.link.abandon()
+	c.link = c.newLink(false)
+	if c.side != nil {
+		c.side.abandon()
+		c.side = nil
+	}
 }
 
 // abandon makes new requests connect anew: l's connection let a request down,
@@ -307,8 +334,11 @@ func (c *shared) another(l *link, w way, err error) bool {
 func (c *shared) abandon(l *link) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.link == l && !c.closed {
-		c.renewLink()
+	switch {
+	case c.side == l:
+		c.side = nil
+	case c.link == l && !c.closed:
+		c.renew()
 	}
 	l.abandon()
 }
@@ -318,17 +348,16 @@ func (c *shared) Renew() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if !c.closed {
-		c.link.abandon()
-		c.renewLink()
+		c.renew()
 	}
 }
 
-// renewLink makes a new link, by what TLSNow says. mu is held.
-func (c *shared) renewLink() {
+// renew makes new requests connect anew, by what TLSNow says. mu is held.
+func (c *shared) renew() {
 	if c.opts.TLSNow != nil && c.way.scheme == "https" {
 		if t := c.opts.TLSNow(); t != nil {
 			c.opts.TLS = t
 		}
 	}
-	c.link = c.newLink()
+	c.abandonAll()
 }

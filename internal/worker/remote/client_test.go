@@ -326,7 +326,7 @@ func TestStall(t *testing.T) {
 					t.Fatal(err)
 				}
 				defer client.Close()
-				l, _, err := client.begin()
+				l, _, err := client.begin(false)
 				if err != nil {
 					t.Fatal(err)
 				}
