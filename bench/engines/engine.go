@@ -6,6 +6,7 @@
 //	              the server has neither sets nor traces of what is untraced
 //	hydrofoil-containerd  the same daemon as containerd's snapshotter and mirror, and ctr
 //	hydrofoil-cri         the same through containerd's CRI, as a kubelet uses it
+//	hydrofoil-proving     foil run, where no container begins before its image is proven
 //	overlayfs     containerd, full pull, its overlayfs snapshotter
 //	overlayfs-cri the same through containerd's CRI
 //	erofs         containerd, full pull, its erofs snapshotter and differ
@@ -195,6 +196,7 @@ func All() []Engine {
 		&Hydrofoil{Unconnected},
 		&Hydrofoil{Bare},
 		&Hydrofoil{Used},
+		&Hydrofoil{Proving},
 		&HydrofoilContainerd{},
 		&CRI{Snapshotter: hostedName},
 		&Containerd{Snapshotter: "overlayfs"},

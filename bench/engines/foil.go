@@ -46,6 +46,8 @@ const (
 	// Learning workers report what they touched, and nobody has traced anything
 	// by hand.
 	Learning = "learning"
+	// Proving workers begin no container before its image is proven.
+	Proving = "proving"
 	// Used workers have pulled and run a small image before, as CRI's have.
 	Used = "used"
 )
@@ -58,7 +60,7 @@ func (h *Hydrofoil) Name() string {
 }
 
 func (h *Hydrofoil) traced() bool {
-	return h.Variant == "" || h.Variant == Unconnected || h.Variant == Used
+	return h.Variant == "" || h.Variant == Unconnected || h.Variant == Used || h.Variant == Proving
 }
 func (h *Hydrofoil) untraced() bool  { return h.Variant == Untraced || h.Variant == Bare }
 func (h *Hydrofoil) connected() bool { return h.Variant != Unconnected && h.Variant != Bare }
@@ -225,7 +227,7 @@ func (w *foilWorker) Reported(ctx context.Context, im Image) error {
 }
 
 func (h *Hydrofoil) Worker(s *site.Site, p Programs, dir string) Worker {
-	return &foilWorker{site: s, foil: p.Foil, root: dir, connected: h.connected(), untraced: h.untraced(), reports: h.Variant == Learning, used: h.Variant == Used}
+	return &foilWorker{site: s, foil: p.Foil, root: dir, connected: h.connected(), untraced: h.untraced(), reports: h.Variant == Learning, used: h.Variant == Used, proving: h.Variant == Proving}
 }
 
 type foilWorker struct {
@@ -233,7 +235,7 @@ type foilWorker struct {
 	foil string
 	root string
 	// What Variant says.
-	connected, untraced, reports, used bool
+	connected, untraced, reports, used, proving bool
 	// More flags of the daemon.
 	flags []string
 
@@ -247,8 +249,12 @@ type foilWorker struct {
 
 func (w *foilWorker) Start(ctx context.Context) (err error) {
 	// Reports would make the sets of later runs others than those of earlier ones.
-	// The registry has no TLS: without this a container would wait for the proof of its image.
-	args := []string{"node", "--root", w.root, "--policy", "*=served"}
+	// The registry has no TLS: unless told otherwise a container would wait for the proof of its image.
+	policy := "*=served"
+	if w.proving {
+		policy = "*=proven"
+	}
+	args := []string{"node", "--root", w.root, "--policy", policy}
 	// The gate that it would have under systemd.
 	if gate, _, err := kernel.ChooseGate(ctx, filepath.Dir(w.root), true); err == nil {
 		args = append(args, "--gate", gate)

@@ -56,7 +56,7 @@ var colours = map[string]color.RGBA{
 	"stargz": {213, 94, 0, 255}, "soci": {0, 158, 115, 255}, "nydus": {204, 121, 167, 255}, "starlight": {230, 159, 0, 255},
 	"curl": {150, 150, 150, 255}, "layers": {150, 150, 150, 255}, "floor": {20, 20, 20, 255},
 	"hydrofoil-untraced": {86, 180, 233, 255}, "hydrofoil-unconnected": {0, 60, 110, 255}, "hydrofoil-bare": {140, 160, 200, 255},
-	"hydrofoil-containerd": {64, 176, 166, 255}, "hydrofoil-cri": {93, 58, 155, 255}, "hydrofoil-used": {40, 90, 70, 255}, "overlayfs-cri": {160, 120, 90, 255},
+	"hydrofoil-containerd": {64, 176, 166, 255}, "hydrofoil-cri": {93, 58, 155, 255}, "hydrofoil-used": {40, 90, 70, 255}, "hydrofoil-proving": {120, 30, 30, 255}, "overlayfs-cri": {160, 120, 90, 255},
 }
 
 func colour(engine string) color.RGBA {

@@ -31,7 +31,7 @@ const baseline = "overlayfs"
 var labels = map[string]string{
 	"hydrofoil": "Hydrofoil", "overlayfs": "containerd", "erofs": "erofs", "stargz": "stargz", "soci": "SOCI", "starlight": "Starlight", "nydus": "Nydus",
 	"hydrofoil-untraced": "Hydrofoil, untraced", "hydrofoil-unconnected": "Hydrofoil, unconnected", "hydrofoil-bare": "Hydrofoil, neither",
-	"hydrofoil-containerd": "Hydrofoil, containerd", "hydrofoil-cri": "Hydrofoil, CRI", "hydrofoil-used": "Hydrofoil, used before", "overlayfs-cri": "containerd, CRI",
+	"hydrofoil-containerd": "Hydrofoil, containerd", "hydrofoil-cri": "Hydrofoil, CRI", "hydrofoil-used": "Hydrofoil, used before", "hydrofoil-proving": "Hydrofoil, proven first", "overlayfs-cri": "containerd, CRI",
 	"curl": "curl (layers)", "layers": "layers alone", "floor": "floor T*",
 }
 

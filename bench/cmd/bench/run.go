@@ -56,7 +56,8 @@ connections are all cut once, after that share of the bytes of the image's layer
 Engines: hydrofoil; hydrofoil-untraced (of whose images the server knows neither
 startup sets nor traces); hydrofoil-containerd and hydrofoil-cri (as the snapshotter of
 containerd 2, by ctr and as a kubelet uses it); hydrofoil-used (a worker that has
-pulled and run before, as those of CRI have); overlayfs and erofs (containerd, a
+pulled and run before, as those of CRI have); hydrofoil-proving (where no container
+begins before its image is proven); overlayfs and erofs (containerd, a
 full pull); overlayfs-cri (the same as a kubelet uses it); stargz; soci;
 starlight; nydus; curl (the compressed layers, to nowhere). One whose programs are not
 found on PATH, or where an option says, is left out and reported as absent. The
