@@ -7,6 +7,7 @@ import (
 	"database/sql"
 	"errors"
 	"fmt"
+	"time"
 
 	"github.com/opencontainers/go-digest"
 
@@ -89,6 +90,15 @@ func Now(ctx context.Context, tx *sql.Tx, of catalog.Change) (catalog.Change, er
 		now.Rootfs.ChainID = digest.Digest(of.Name)
 		err = tx.QueryRowContext(ctx, `SELECT toc, key, idx FROM rootfs WHERE chain_id = ?`, of.Name).
 			Scan(&now.Rootfs.TOC, &now.Rootfs.Key, &now.Rootfs.Index)
+	case catalog.ChangedDeletedManifest:
+		var at int64
+		row := tx.QueryRowContext(ctx, `SELECT deleted, `+ManifestColumns+` FROM deleted_manifests WHERE repo = `+repository+` AND digest = ?`, of.Repo, of.Name)
+		now.Manifest, err = ScanManifest(func(dest ...any) error { return row.Scan(append([]any{&at}, dest...)...) })
+		now.Deleted = time.Unix(0, at)
+	case catalog.ChangedDeletedTag:
+		var at int64
+		err = tx.QueryRowContext(ctx, `SELECT digest, deleted FROM deleted_tags WHERE repo = `+repository+` AND name = ?`, of.Repo, of.Name).Scan(&now.Target, &at)
+		now.Deleted = time.Unix(0, at)
 	case catalog.ChangesWhole:
 		var stage int
 		err = tx.QueryRowContext(ctx, `SELECT stage FROM log`).Scan(&stage)
@@ -105,5 +115,5 @@ func Now(ctx context.Context, tx *sql.Tx, of catalog.Change) (catalog.Change, er
 // SameValue compares two changes of one register. A manifest's digest says what its bytes are.
 func SameValue(a, b *catalog.Change) bool {
 	return a.Blob == b.Blob && a.Target == b.Target && a.Layer == b.Layer && a.Rootfs == b.Rootfs &&
-		a.Manifest.Digest == b.Manifest.Digest && a.Manifest.MediaType == b.Manifest.MediaType
+		a.Manifest.Digest == b.Manifest.Digest && a.Manifest.MediaType == b.Manifest.MediaType && a.Deleted.Equal(b.Deleted)
 }
