@@ -25,7 +25,9 @@ import (
 	"hydrofoil.dev/foil/internal/format/layer/layertest"
 	"hydrofoil.dev/foil/internal/format/trace"
 	"hydrofoil.dev/foil/internal/logtest"
+	"hydrofoil.dev/foil/internal/server/admin"
 	"hydrofoil.dev/foil/internal/server/rebuild"
+	"hydrofoil.dev/foil/internal/server/rootdir"
 	"hydrofoil.dev/foil/internal/server/scrub"
 	"hydrofoil.dev/foil/internal/server/serve"
 )
@@ -204,6 +206,40 @@ func TestScrubMends(t *testing.T) {
 				}
 			})
 		}
+	}
+}
+
+// What was deleted and can be brought back is in the journal, and a scrub of it is content. When the journal is lost, it is
+// written again, with that: a catalog that is made of it can bring it back.
+func TestScrubKnowsWhatWasDeleted(t *testing.T) {
+	s := newScrubbed(t)
+	deleted := admin.Reference{Repository: "plain", Tag: "1"}
+	ask := func(what string) {
+		t.Helper()
+		server := start(t, serve.Options{Root: s.root})
+		if status, err := administer("http://"+server.Addr(), "POST", what, deleted, nil); err != nil || status != http.StatusOK {
+			t.Fatalf("%s: %d, %v", what, status, err)
+		}
+		http.DefaultClient.CloseIdleConnections()
+		stop(t, server)
+	}
+	ask("delete")
+	if r := s.scrub(t, false); len(r.Findings) > 0 {
+		t.Errorf("of a whole store: %+v", r.Findings)
+	}
+	s.damage(t, "journal", os.Remove)
+	if r := s.scrub(t, false); len(r.Findings) == 0 || r.Unmended > 0 {
+		t.Errorf("of a store without a journal: %+v", r)
+	}
+	if err := os.RemoveAll(rootdir.Catalog(s.root)); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := rebuild.Run(t.Context(), rebuild.Options{Root: s.root}); err != nil {
+		t.Fatal(err)
+	}
+	ask("undelete")
+	if missing := s.compare(t); len(missing) > 0 {
+		t.Errorf("missing: %v", missing)
 	}
 }
 

@@ -2,36 +2,20 @@ package sqlite
 
 import (
 	"context"
-	"database/sql"
 	"errors"
 	"fmt"
-	"net/url"
 	"os"
 	"path/filepath"
 
 	"github.com/opencontainers/go-digest"
 
 	"hydrofoil.dev/foil/internal/server/catalog"
+	"hydrofoil.dev/foil/internal/server/catalog/sqlite/database"
 )
 
 // Copy makes the file to, which must not be there, the catalog in the file from as one transaction sees it. A server may use
 // from meanwhile.
-func Copy(ctx context.Context, from, to string) error {
-	abs, err := filepath.Abs(from)
-	if err != nil {
-		return fmt.Errorf("copy catalog %s: %w", from, err)
-	}
-	q := url.Values{"_pragma": {"busy_timeout(10000)"}, "mode": {"rw"}} // rw, or it would make what is not there
-	db, err := sql.Open("sqlite", (&url.URL{Scheme: "file", Path: abs, RawQuery: q.Encode()}).String())
-	if err != nil {
-		return fmt.Errorf("copy catalog %s: %w", from, err)
-	}
-	defer db.Close() //nolint:errcheck // it only read
-	if _, err := db.ExecContext(ctx, `VACUUM INTO ?`, to); err != nil {
-		return fmt.Errorf("copy catalog %s: %w", from, known(err))
-	}
-	return nil
-}
+func Copy(ctx context.Context, from, to string) error { return database.Copy(ctx, from, to) }
 
 // OpenCopy opens a copy of the catalog in the file from, as one transaction sees it. A server may use from meanwhile. The
 // copy is in the directory for temporary files, and gone when it is closed.
@@ -57,9 +41,9 @@ func (c *Catalog) EachKey(ctx context.Context, fn func(key string) error) error 
 		`SELECT key FROM packs WHERE key > ? ORDER BY key LIMIT 1000`,
 	} {
 		for after := ""; ; {
-			page, err := c.strings(ctx, query, after)
+			page, err := c.db.Strings(ctx, query, after)
 			if err != nil {
-				return fmt.Errorf("list keys: %w", known(err))
+				return fmt.Errorf("list keys: %w", database.Known(err))
 			}
 			if len(page) == 0 {
 				break

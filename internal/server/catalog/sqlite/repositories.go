@@ -13,22 +13,15 @@ import (
 	"github.com/opencontainers/go-digest"
 
 	"hydrofoil.dev/foil/internal/server/catalog"
+	"hydrofoil.dev/foil/internal/server/catalog/sqlite/bounds"
+	"hydrofoil.dev/foil/internal/server/catalog/sqlite/database"
+	"hydrofoil.dev/foil/internal/server/catalog/sqlite/registers"
 )
-
-// repository returns the ID of repo, which it makes when missing; made is that change then.
-func repository(ctx context.Context, tx *sql.Tx, repo string) (id int64, made []catalog.Change, err error) {
-	err = tx.QueryRowContext(ctx, `SELECT id FROM repositories WHERE name = ?`, repo).Scan(&id)
-	if !errors.Is(err, sql.ErrNoRows) {
-		return id, nil, err
-	}
-	err = tx.QueryRowContext(ctx, `INSERT INTO repositories (name) VALUES (?) RETURNING id`, repo).Scan(&id)
-	return id, []catalog.Change{{Kind: catalog.ChangedRepository, Repo: repo}}, err
-}
 
 // LinkBlob implements catalog.Repositories.
 func (c *Catalog) LinkBlob(ctx context.Context, repo string, b catalog.Blob) error {
-	err := c.change(ctx, 0, func(ctx context.Context, tx *sql.Tx) ([]catalog.Change, error) {
-		id, changes, err := repository(ctx, tx, repo)
+	err := c.db.Change(ctx, 0, func(ctx context.Context, tx *sql.Tx) ([]catalog.Change, error) {
+		id, changes, err := registers.Repository(ctx, tx, repo)
 		if err != nil {
 			return nil, err
 		}
@@ -39,13 +32,13 @@ func (c *Catalog) LinkBlob(ctx context.Context, repo string, b catalog.Blob) err
 			b.MediaType = was.MediaType
 		}
 		if err == nil && was == b {
-			return unlogged, nil
+			return database.Unlogged, nil
 		}
 		if err != nil && !errors.Is(err, sql.ErrNoRows) {
 			return nil, err
 		}
 		changes = append(changes, catalog.Change{Kind: catalog.ChangedBlob, Repo: repo, Name: b.Digest.String(), Blob: b})
-		return changes, c.within(ctx, tx, repo, func() error { return putBlob(ctx, tx, id, b, c.leaseEnd()) })
+		return changes, c.Within(ctx, tx, repo, func() error { return registers.PutBlob(ctx, tx, id, b, c.leaseEnd()) })
 	})
 	if err != nil {
 		return fmt.Errorf("record blob %s in %s: %w", b.Digest, repo, err)
@@ -53,22 +46,14 @@ func (c *Catalog) LinkBlob(ctx context.Context, repo string, b catalog.Blob) err
 	return nil
 }
 
-// putBlob records a blob, and has it stay until the lease ends: nanoseconds since 1970; 0: none.
-func putBlob(ctx context.Context, tx *sql.Tx, repo int64, b catalog.Blob, leased int64) error {
-	_, err := tx.ExecContext(ctx, `INSERT INTO blobs (repo, digest, size, media_type, leased) VALUES (?, ?, ?, ?, ?)
-		ON CONFLICT (digest, repo) DO UPDATE SET size = excluded.size, media_type = excluded.media_type, leased = max(leased, excluded.leased)`,
-		repo, b.Digest.String(), b.Size, b.MediaType, leased)
-	return err
-}
-
 // Blob implements catalog.Repositories.
 func (c *Catalog) Blob(ctx context.Context, repo string, d digest.Digest) (catalog.Blob, error) {
 	b := catalog.Blob{Digest: d}
-	err := c.read.QueryRowContext(ctx, `SELECT size, media_type FROM blobs
+	err := c.db.Read.QueryRowContext(ctx, `SELECT size, media_type FROM blobs
 		WHERE digest = ? AND repo = (SELECT id FROM repositories WHERE name = ?)`, d.String(), repo).
 		Scan(&b.Size, &b.MediaType)
 	if err != nil {
-		return catalog.Blob{}, fmt.Errorf("blob %s in %s: %w", d, repo, known(err))
+		return catalog.Blob{}, fmt.Errorf("blob %s in %s: %w", d, repo, database.Known(err))
 	}
 	return b, nil
 }
@@ -98,17 +83,17 @@ func (c *Catalog) Blobs(ctx context.Context, repo string, ds []digest.Digest) ([
 // AnyBlob implements catalog.Repositories.
 func (c *Catalog) AnyBlob(ctx context.Context, d digest.Digest) (catalog.Blob, error) {
 	b := catalog.Blob{Digest: d}
-	err := c.read.QueryRowContext(ctx, `SELECT size, media_type FROM blobs WHERE digest = ?
+	err := c.db.Read.QueryRowContext(ctx, `SELECT size, media_type FROM blobs WHERE digest = ?
 		ORDER BY repo LIMIT 1`, d.String()).Scan(&b.Size, &b.MediaType)
 	if err != nil {
-		return catalog.Blob{}, fmt.Errorf("blob %s in any repository: %w", d, known(err))
+		return catalog.Blob{}, fmt.Errorf("blob %s in any repository: %w", d, database.Known(err))
 	}
 	return b, nil
 }
 
 // Holders implements catalog.Repositories.
 func (c *Catalog) Holders(ctx context.Context, d digest.Digest) ([]string, error) {
-	names, err := c.strings(ctx, `SELECT name FROM repositories JOIN blobs ON repo = id WHERE digest = ? ORDER BY name`, d.String())
+	names, err := c.db.Strings(ctx, `SELECT name FROM repositories JOIN blobs ON repo = id WHERE digest = ? ORDER BY name`, d.String())
 	if err != nil {
 		return nil, fmt.Errorf("holders of blob %s: %w", d, err)
 	}
@@ -117,9 +102,9 @@ func (c *Catalog) Holders(ctx context.Context, d digest.Digest) ([]string, error
 
 // UnlinkBlob implements catalog.Repositories.
 func (c *Catalog) UnlinkBlob(ctx context.Context, repo string, d digest.Digest) error {
-	err := c.change(ctx, 0, func(ctx context.Context, tx *sql.Tx) ([]catalog.Change, error) {
+	err := c.db.Change(ctx, 0, func(ctx context.Context, tx *sql.Tx) ([]catalog.Change, error) {
 		gone := catalog.Change{Kind: catalog.ChangedBlob, Repo: repo, Name: d.String(), Gone: true}
-		return []catalog.Change{gone}, dropBlob(ctx, tx, repo, d.String())
+		return []catalog.Change{gone}, registers.DropBlob(ctx, tx, repo, d.String())
 	})
 	if err != nil {
 		return fmt.Errorf("remove blob %s from %s: %w", d, repo, err)
@@ -127,15 +112,10 @@ func (c *Catalog) UnlinkBlob(ctx context.Context, repo string, d digest.Digest) 
 	return nil
 }
 
-func dropBlob(ctx context.Context, tx *sql.Tx, repo, d string) error {
-	return affected(tx.ExecContext(ctx, `DELETE FROM blobs
-		WHERE digest = ? AND repo = (SELECT id FROM repositories WHERE name = ?)`, d, repo))
-}
-
 // PutManifest implements catalog.Repositories.
 func (c *Catalog) PutManifest(ctx context.Context, repo string, m catalog.Manifest, tags ...string) error {
-	err := c.change(ctx, len(m.Bytes), func(ctx context.Context, tx *sql.Tx) ([]catalog.Change, error) {
-		id, changes, err := repository(ctx, tx, repo)
+	err := c.db.Change(ctx, len(m.Bytes), func(ctx context.Context, tx *sql.Tx) ([]catalog.Change, error) {
+		id, changes, err := registers.Repository(ctx, tx, repo)
 		if err != nil {
 			return nil, err
 		}
@@ -149,21 +129,21 @@ func (c *Catalog) PutManifest(ctx context.Context, repo string, m catalog.Manife
 			return nil, err
 		}
 		changes = append(changes, catalog.Change{Kind: catalog.ChangedManifest, Repo: repo, Name: m.Digest.String(), Manifest: put})
-		if err := c.within(ctx, tx, repo, func() error { return putManifest(ctx, tx, id, put) }); err != nil {
+		if err := c.Within(ctx, tx, repo, func() error { return registers.PutManifest(ctx, tx, id, put) }); err != nil {
 			return nil, err
 		}
-		if changes, err = forgetDeleted(ctx, tx, changes, repo, id, catalog.ChangedDeletedManifest, m.Digest.String()); err != nil {
+		if changes, err = registers.ForgetDeleted(ctx, tx, changes, repo, id, catalog.ChangedDeletedManifest, m.Digest.String()); err != nil {
 			return nil, err
 		}
 		for _, tag := range tags {
-			if changes, err = forgetDeleted(ctx, tx, changes, repo, id, catalog.ChangedDeletedTag, tag); err != nil {
+			if changes, err = registers.ForgetDeleted(ctx, tx, changes, repo, id, catalog.ChangedDeletedTag, tag); err != nil {
 				return nil, err
 			}
 			changes = append(changes, catalog.Change{Kind: catalog.ChangedTag, Repo: repo, Name: tag, Target: m.Digest})
-			if err := c.mayMove(ctx, tx, repo, id, tag, m.Digest); err != nil {
+			if err := c.MayMove(ctx, tx, repo, id, tag, m.Digest); err != nil {
 				return nil, err
 			}
-			if err := putTag(ctx, tx, id, tag, m.Digest, m.Pushed); err != nil {
+			if err := registers.PutTag(ctx, tx, id, tag, m.Digest, m.Pushed); err != nil {
 				return nil, err
 			}
 		}
@@ -175,74 +155,19 @@ func (c *Catalog) PutManifest(ctx context.Context, repo string, m catalog.Manife
 	return nil
 }
 
-func putManifest(ctx context.Context, tx *sql.Tx, repo int64, m catalog.Manifest) error {
-	annotations, err := encodeAnnotations(m)
-	if err != nil {
-		return err
-	}
-	_, err = tx.ExecContext(ctx, `INSERT INTO manifests
-			(repo, digest, media_type, artifact_type, subject, annotations, bytes, pushed)
-			VALUES (?, ?, ?, ?, ?, ?, ?, ?)
-		ON CONFLICT (repo, digest) DO UPDATE SET media_type = excluded.media_type,
-			artifact_type = excluded.artifact_type, subject = excluded.subject,
-			annotations = excluded.annotations, bytes = excluded.bytes, pushed = excluded.pushed`,
-		repo, m.Digest.String(), m.MediaType, m.ArtifactType, m.Subject.String(), string(annotations),
-		nonNil(m.Bytes), m.Pushed.UnixNano())
-	return err
-}
-
-func encodeAnnotations(m catalog.Manifest) ([]byte, error) {
-	if len(m.Annotations) == 0 {
-		return nil, nil
-	}
-	return json.Marshal(m.Annotations)
-}
-
-func putTag(ctx context.Context, tx *sql.Tx, repo int64, tag string, d digest.Digest, pushed time.Time) error {
-	_, err := tx.ExecContext(ctx, `INSERT INTO tags (repo, name, digest, pushed) VALUES (?, ?, ?, ?)
-		ON CONFLICT (repo, name) DO UPDATE SET digest = excluded.digest, pushed = excluded.pushed`, repo, tag, d.String(), pushed.UnixNano())
-	return err
-}
-
-// nonNil keeps an empty slice from becoming NULL.
-func nonNil(b []byte) []byte {
-	if b == nil {
-		return []byte{}
-	}
-	return b
-}
-
-const manifestColumns = `digest, media_type, artifact_type, subject, annotations, bytes, pushed`
-
-func scanManifest(scan func(...any) error) (m catalog.Manifest, err error) {
-	var d, subject string
-	var annotations []byte
-	var pushed int64
-	if err := scan(&d, &m.MediaType, &m.ArtifactType, &subject, &annotations, &m.Bytes, &pushed); err != nil {
-		return m, err
-	}
-	m.Digest, m.Subject, m.Pushed = digest.Digest(d), digest.Digest(subject), time.Unix(0, pushed)
-	if len(annotations) > 0 {
-		if err := json.Unmarshal(annotations, &m.Annotations); err != nil {
-			return m, fmt.Errorf("annotations of manifest %s: %w", d, err)
-		}
-	}
-	return m, nil
-}
-
 // Manifest implements catalog.Repositories.
 func (c *Catalog) Manifest(ctx context.Context, repo string, d digest.Digest) (catalog.Manifest, error) {
-	m, err := scanManifest(c.ask.manifest.QueryRowContext(ctx, repo, d.String()).Scan)
+	m, err := registers.ScanManifest(c.ask.manifest.QueryRowContext(ctx, repo, d.String()).Scan)
 	if err != nil {
-		return catalog.Manifest{}, fmt.Errorf("manifest %s in %s: %w", d, repo, known(err))
+		return catalog.Manifest{}, fmt.Errorf("manifest %s in %s: %w", d, repo, database.Known(err))
 	}
 	return m, nil
 }
 
 // DeleteManifest implements catalog.Repositories.
 func (c *Catalog) DeleteManifest(ctx context.Context, repo string, d digest.Digest) error {
-	err := c.change(ctx, 0, func(ctx context.Context, tx *sql.Tx) ([]catalog.Change, error) {
-		if err := c.mayRemove(ctx, tx, repo, d); err != nil {
+	err := c.db.Change(ctx, 0, func(ctx context.Context, tx *sql.Tx) ([]catalog.Change, error) {
+		if err := c.Removable(ctx, tx, repo, d); err != nil {
 			return nil, err
 		}
 		at := time.Now()
@@ -250,11 +175,11 @@ func (c *Catalog) DeleteManifest(ctx context.Context, repo string, d digest.Dige
 		if err != nil {
 			return nil, err
 		}
-		if err := dropManifest(ctx, tx, repo, d.String()); err != nil {
+		if err := registers.DropManifest(ctx, tx, repo, d.String()); err != nil {
 			return nil, err
 		}
 		changes = append(changes, catalog.Change{Kind: catalog.ChangedManifest, Repo: repo, Name: d.String(), Gone: true})
-		tags, err := textOf(ctx, tx, `SELECT name FROM tags
+		tags, err := database.TextOf(ctx, tx, `SELECT name FROM tags
 			WHERE repo = (SELECT id FROM repositories WHERE name = ?) AND digest = ?`, repo, d.String())
 		if err != nil {
 			return nil, err
@@ -274,11 +199,6 @@ func (c *Catalog) DeleteManifest(ctx context.Context, repo string, d digest.Dige
 	return nil
 }
 
-func dropManifest(ctx context.Context, tx *sql.Tx, repo, d string) error {
-	return affected(tx.ExecContext(ctx, `DELETE FROM manifests
-		WHERE repo = (SELECT id FROM repositories WHERE name = ?) AND digest = ?`, repo, d))
-}
-
 // Referrers implements catalog.Repositories.
 func (c *Catalog) Referrers(ctx context.Context, repo string, d digest.Digest, artifactType string, after digest.Digest) iter.Seq2[catalog.Referrer, error] {
 	return func(yield func(catalog.Referrer, error) bool) {
@@ -292,13 +212,13 @@ func (c *Catalog) Referrers(ctx context.Context, repo string, d digest.Digest, a
 func (c *Catalog) referrers(ctx context.Context, repo string, d digest.Digest, artifactType string, after digest.Digest, fn func(catalog.Referrer) bool) error {
 	pushed, id := int64(math.MinInt64), int64(0)
 	if after != "" {
-		err := c.read.QueryRowContext(ctx, `SELECT pushed, id FROM manifests
+		err := c.db.Read.QueryRowContext(ctx, `SELECT pushed, id FROM manifests
 			WHERE repo = (SELECT id FROM repositories WHERE name = ?) AND digest = ? AND subject = ?`, repo, after.String(), d.String()).Scan(&pushed, &id)
 		if err != nil && !errors.Is(err, sql.ErrNoRows) {
 			return err
 		}
 	}
-	rows, err := c.read.QueryContext(ctx, `SELECT digest, media_type, artifact_type, annotations, length(bytes) FROM manifests
+	rows, err := c.db.Read.QueryContext(ctx, `SELECT digest, media_type, artifact_type, annotations, length(bytes) FROM manifests
 		WHERE repo = (SELECT id FROM repositories WHERE name = ?1) AND subject = ?2 AND subject <> ''
 			AND (?3 = '' OR artifact_type = ?3) AND (pushed, id) > (?4, ?5)
 		ORDER BY pushed, id`, repo, d.String(), artifactType, pushed, id)
@@ -331,20 +251,20 @@ func (c *Catalog) Tag(ctx context.Context, repo, tag string) (digest.Digest, err
 	var d string
 	err := c.ask.tag.QueryRowContext(ctx, repo, tag).Scan(&d)
 	if err != nil {
-		return "", fmt.Errorf("tag %s:%s: %w", repo, tag, known(err))
+		return "", fmt.Errorf("tag %s:%s: %w", repo, tag, database.Known(err))
 	}
 	return digest.Digest(d), nil
 }
 
 // DeleteTag implements catalog.Repositories.
 func (c *Catalog) DeleteTag(ctx context.Context, repo, tag string) error {
-	err := c.change(ctx, 0, func(ctx context.Context, tx *sql.Tx) ([]catalog.Change, error) {
+	err := c.db.Change(ctx, 0, func(ctx context.Context, tx *sql.Tx) ([]catalog.Change, error) {
 		changes, err := c.deleteTag(ctx, tx, repo, tag, time.Now())
 		if err != nil {
 			return nil, err
 		}
-		if rule := c.immutable(repo, tag); rule != "" {
-			return nil, immutableTag(repo, tag, rule)
+		if rule := c.Immutable(repo, tag); rule != "" {
+			return nil, bounds.ImmutableTag(repo, tag, rule)
 		}
 		return changes, nil
 	})
@@ -354,19 +274,14 @@ func (c *Catalog) DeleteTag(ctx context.Context, repo, tag string) error {
 	return nil
 }
 
-func dropTag(ctx context.Context, tx *sql.Tx, repo, tag string) error {
-	return affected(tx.ExecContext(ctx, `DELETE FROM tags
-		WHERE repo = (SELECT id FROM repositories WHERE name = ?) AND name = ?`, repo, tag))
-}
-
 // Tags implements catalog.Repositories.
 func (c *Catalog) Tags(ctx context.Context, repo, after string, limit int) ([]string, error) {
 	var id int64
-	err := c.read.QueryRowContext(ctx, `SELECT id FROM repositories WHERE name = ?`, repo).Scan(&id)
+	err := c.db.Read.QueryRowContext(ctx, `SELECT id FROM repositories WHERE name = ?`, repo).Scan(&id)
 	if err != nil {
-		return nil, fmt.Errorf("tags of %s: %w", repo, known(err))
+		return nil, fmt.Errorf("tags of %s: %w", repo, database.Known(err))
 	}
-	tags, err := c.strings(ctx, `SELECT name FROM tags WHERE repo = ? AND name > ? ORDER BY name LIMIT ?`,
+	tags, err := c.db.Strings(ctx, `SELECT name FROM tags WHERE repo = ? AND name > ? ORDER BY name LIMIT ?`,
 		id, after, limit)
 	if err != nil {
 		return nil, fmt.Errorf("tags of %s: %w", repo, err)
@@ -376,26 +291,9 @@ func (c *Catalog) Tags(ctx context.Context, repo, after string, limit int) ([]st
 
 // ListRepositories implements catalog.Repositories.
 func (c *Catalog) ListRepositories(ctx context.Context, after string, limit int) ([]string, error) {
-	names, err := c.strings(ctx, `SELECT name FROM repositories WHERE name > ? ORDER BY name LIMIT ?`, after, limit)
+	names, err := c.db.Strings(ctx, `SELECT name FROM repositories WHERE name > ? ORDER BY name LIMIT ?`, after, limit)
 	if err != nil {
 		return nil, fmt.Errorf("list repositories: %w", err)
 	}
 	return names, nil
-}
-
-func (c *Catalog) strings(ctx context.Context, query string, args ...any) ([]string, error) {
-	rows, err := c.read.QueryContext(ctx, query, args...)
-	if err != nil {
-		return nil, err
-	}
-	defer rows.Close()
-	var all []string
-	for rows.Next() {
-		var s string
-		if err := rows.Scan(&s); err != nil {
-			return nil, err
-		}
-		all = append(all, s)
-	}
-	return all, rows.Err()
 }

@@ -9,18 +9,19 @@ import (
 	"github.com/opencontainers/go-digest"
 
 	"hydrofoil.dev/foil/internal/server/catalog"
+	"hydrofoil.dev/foil/internal/server/catalog/sqlite/database"
 )
 
 // NoteImage implements catalog.Startup.
 func (c *Catalog) NoteImage(ctx context.Context, m catalog.StartupImage) error {
-	_, err := c.write.ExecContext(ctx, `INSERT INTO startup_images
+	_, err := c.db.Write.ExecContext(ctx, `INSERT INTO startup_images
 			(repo, chain_id, toc, platform, noted, wanted, built, generation, key, previous)
 			VALUES (?, ?, ?, ?, ?, 1, 0, 0, '', '')
 		ON CONFLICT (repo, chain_id) DO UPDATE SET toc = excluded.toc, wanted = wanted + 1, key = '', previous = ''
 			WHERE toc <> excluded.toc`,
 		m.Repository, m.ChainID.String(), m.TOC.String(), m.Platform, m.Noted.UnixNano())
 	if err != nil {
-		return fmt.Errorf("note image %s of %s: %w", m.ChainID, m.Repository, known(err))
+		return fmt.Errorf("note image %s of %s: %w", m.ChainID, m.Repository, database.Known(err))
 	}
 	return nil
 }
@@ -39,7 +40,7 @@ func scanImage(scan func(...any) error) (m catalog.StartupImage, err error) {
 func (c *Catalog) StartupImage(ctx context.Context, repo string, chainID digest.Digest) (catalog.StartupImage, error) {
 	m, err := scanImage(c.ask.startupImage.QueryRowContext(ctx, repo, chainID.String()).Scan)
 	if err != nil {
-		return catalog.StartupImage{}, fmt.Errorf("startup sets of %s of %s: %w", chainID, repo, known(err))
+		return catalog.StartupImage{}, fmt.Errorf("startup sets of %s of %s: %w", chainID, repo, database.Known(err))
 	}
 	return m, nil
 }
@@ -63,9 +64,9 @@ func (c *Catalog) StaleImages(ctx context.Context, limit int) ([]catalog.Startup
 }
 
 func (c *Catalog) images(ctx context.Context, where string, args ...any) ([]catalog.StartupImage, error) {
-	rows, err := c.read.QueryContext(ctx, `SELECT `+imageColumns+` FROM startup_images `+where, args...)
+	rows, err := c.db.Read.QueryContext(ctx, `SELECT `+imageColumns+` FROM startup_images `+where, args...)
 	if err != nil {
-		return nil, known(err)
+		return nil, database.Known(err)
 	}
 	defer rows.Close()
 	var images []catalog.StartupImage
@@ -81,7 +82,7 @@ func (c *Catalog) images(ctx context.Context, where string, args ...any) ([]cata
 
 // PutBuilt implements catalog.Startup.
 func (c *Catalog) PutBuilt(ctx context.Context, m catalog.StartupImage) error {
-	err := affected(c.write.ExecContext(ctx, `UPDATE startup_images SET built = ?, generation = ?, key = ?, previous = ?
+	err := database.Affected(c.db.Write.ExecContext(ctx, `UPDATE startup_images SET built = ?, generation = ?, key = ?, previous = ?
 		WHERE repo = ? AND chain_id = ?`, m.Built, m.Generation, m.Key, m.Previous, m.Repository, m.ChainID.String()))
 	if err != nil {
 		return fmt.Errorf("record startup sets of %s of %s: %w", m.ChainID, m.Repository, err)
@@ -91,7 +92,7 @@ func (c *Catalog) PutBuilt(ctx context.Context, m catalog.StartupImage) error {
 
 // PutTrace implements catalog.Startup.
 func (c *Catalog) PutTrace(ctx context.Context, t catalog.Trace, limits catalog.TraceLimits) error {
-	err := c.update(ctx, func(tx *sql.Tx) error { return putTrace(ctx, tx, t, limits) })
+	err := c.db.Update(ctx, func(tx *sql.Tx) error { return putTrace(ctx, tx, t, limits) })
 	if err != nil {
 		return fmt.Errorf("record trace of service %s of %s of %s: %w", t.Service, t.ChainID, t.Repository, err)
 	}
@@ -111,7 +112,7 @@ func putTrace(ctx context.Context, tx *sql.Tx, t catalog.Trace, limits catalog.T
 		return err
 	}
 	if _, err := tx.ExecContext(ctx, `INSERT INTO traces (image, toc, service, recorded, client, received, body)
-		VALUES (?, ?, ?, ?, ?, ?, ?)`, image, t.TOC.String(), t.Service, recorded, t.Client, t.Received.UnixNano(), nonNil(t.Body)); err != nil {
+		VALUES (?, ?, ?, ?, ?, ?, ?)`, image, t.TOC.String(), t.Service, recorded, t.Client, t.Received.UnixNano(), database.NonNil(t.Body)); err != nil {
 		return err
 	}
 	for {
@@ -151,13 +152,13 @@ func changed(ctx context.Context, tx *sql.Tx, repo string, chainID digest.Digest
 func (c *Catalog) Traces(ctx context.Context, repo string, chainID digest.Digest) ([]catalog.Trace, error) {
 	traces, err := c.traces(ctx, repo, chainID)
 	if err != nil {
-		return nil, fmt.Errorf("traces of %s of %s: %w", chainID, repo, known(err))
+		return nil, fmt.Errorf("traces of %s of %s: %w", chainID, repo, database.Known(err))
 	}
 	return traces, nil
 }
 
 func (c *Catalog) traces(ctx context.Context, repo string, chainID digest.Digest) ([]catalog.Trace, error) {
-	rows, err := c.read.QueryContext(ctx, `SELECT toc, service, recorded, client, received, body FROM traces
+	rows, err := c.db.Read.QueryContext(ctx, `SELECT toc, service, recorded, client, received, body FROM traces
 		WHERE image = (SELECT id FROM startup_images WHERE repo = ? AND chain_id = ?) ORDER BY id`, repo, chainID.String())
 	if err != nil {
 		return nil, err
@@ -179,12 +180,12 @@ func (c *Catalog) traces(ctx context.Context, repo string, chainID digest.Digest
 
 // DeleteTraces implements catalog.Startup.
 func (c *Catalog) DeleteTraces(ctx context.Context, repo string, chainID digest.Digest, service string) error {
-	err := c.update(ctx, func(tx *sql.Tx) error {
+	err := c.db.Update(ctx, func(tx *sql.Tx) error {
 		image, err := changed(ctx, tx, repo, chainID)
 		if err != nil {
 			return err
 		}
-		return affected(tx.ExecContext(ctx, `DELETE FROM traces WHERE image = ?1 AND (service = ?2 OR ?2 = '')`, image, service))
+		return database.Affected(tx.ExecContext(ctx, `DELETE FROM traces WHERE image = ?1 AND (service = ?2 OR ?2 = '')`, image, service))
 	})
 	if err != nil {
 		return fmt.Errorf("forget traces of %s of %s: %w", chainID, repo, err)

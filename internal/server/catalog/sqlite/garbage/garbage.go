@@ -1,4 +1,7 @@
-package sqlite
+// Package garbage finds out what nobody needs any more (catalog.Garbage): the queues of reviews, which triggers of the
+// schema fill, what was deleted and can be brought back, and the objects that no row names. Packs are reviewed in
+// package packs.
+package garbage
 
 import (
 	"context"
@@ -10,30 +13,16 @@ import (
 	"github.com/opencontainers/go-digest"
 
 	"hydrofoil.dev/foil/internal/server/catalog"
+	"hydrofoil.dev/foil/internal/server/catalog/sqlite/database"
+	"hydrofoil.dev/foil/internal/server/catalog/sqlite/registers"
+	"hydrofoil.dev/foil/internal/server/catalog/sqlite/schema"
 )
 
-// reviewKind is what is reviewed. The numbers are in the schema.
-type reviewKind int
+// Garbage is the part of a catalog that knows what has to be reviewed.
+type Garbage struct{ db *database.DB }
 
-const (
-	reviewImage      reviewKind = 1 // a manifest: its chain ID is not known
-	reviewLink       reviewKind = 2 // a blob of a repository
-	reviewBlob       reviewKind = 3 // of any repository, and what was ingested of it
-	reviewRootfs     reviewKind = 4
-	reviewStartup    reviewKind = 5 // an ID
-	reviewPack       reviewKind = 6 // an ID
-	reviewRepository reviewKind = 7
-)
-
-var reviewNames = map[reviewKind]string{reviewImage: "images", reviewLink: "links", reviewBlob: "layers", reviewRootfs: "rootfs",
-	reviewStartup: "startup sets", reviewPack: "packs", reviewRepository: "repositories"}
-
-// due is the SQL of reviews that are due; its arguments are dueArgs.
-const due = `v.kind = ?1 AND v.since <= ?2 - ?3 AND v.since + ?3 + ?3 * v.jitter / 4000 <= ?2 AND v.later <= ?2`
-
-func dueArgs(kind reviewKind, d catalog.Due) []any {
-	return []any{int(kind), d.Now.UnixNano(), max(0, int64(d.Grace)), d.Limit}
-}
+// New returns that of a file.
+func New(db *database.DB) *Garbage { return &Garbage{db} }
 
 // one is one review, of a kind that has a repository and a name.
 type one struct {
@@ -43,8 +32,8 @@ type one struct {
 
 // collect decides about the reviews of a kind that are due, in one transaction. dead returns the changes of what is
 // forgotten: nil if it is needed, or is not there. A review that is over goes.
-func (c *Catalog) collect(ctx context.Context, kind reviewKind, d catalog.Due, unless string, dead func(ctx context.Context, tx *sql.Tx, r one) ([]catalog.Change, error)) (done catalog.Collected, err error) {
-	err = c.change(ctx, 0, func(ctx context.Context, tx *sql.Tx) ([]catalog.Change, error) {
+func (g *Garbage) collect(ctx context.Context, kind schema.ReviewKind, d catalog.Due, unless string, dead func(ctx context.Context, tx *sql.Tx, r one) ([]catalog.Change, error)) (done catalog.Collected, err error) {
+	err = g.db.Change(ctx, 0, func(ctx context.Context, tx *sql.Tx) ([]catalog.Change, error) {
 		done = catalog.Collected{}
 		if unless != "" {
 			var n int
@@ -56,7 +45,7 @@ func (c *Catalog) collect(ctx context.Context, kind reviewKind, d catalog.Due, u
 		if err != nil || len(reviews) == 0 {
 			return nil, err
 		}
-		all := unlogged
+		all := database.Unlogged
 		for _, r := range reviews {
 			changes, err := dead(ctx, tx, r)
 			done.Reviewed++
@@ -78,13 +67,13 @@ func (c *Catalog) collect(ctx context.Context, kind reviewKind, d catalog.Due, u
 		return all, nil
 	})
 	if err != nil {
-		return done, fmt.Errorf("review %s: %w", reviewNames[kind], err)
+		return done, fmt.Errorf("review %s: %w", schema.ReviewNames[kind], err)
 	}
 	return done, nil
 }
 
-func dueReviews(ctx context.Context, tx *sql.Tx, kind reviewKind, d catalog.Due) (reviews []one, err error) {
-	rows, err := tx.QueryContext(ctx, `SELECT repo, name FROM reviews v WHERE `+due+` ORDER BY v.since LIMIT ?4`, dueArgs(kind, d)...)
+func dueReviews(ctx context.Context, tx *sql.Tx, kind schema.ReviewKind, d catalog.Due) (reviews []one, err error) {
+	rows, err := tx.QueryContext(ctx, `SELECT repo, name FROM reviews v WHERE `+schema.Due+` ORDER BY v.since LIMIT ?4`, schema.DueArgs(kind, d)...)
 	if err != nil {
 		return nil, err
 	}
@@ -100,8 +89,8 @@ func dueReviews(ctx context.Context, tx *sql.Tx, kind reviewKind, d catalog.Due)
 }
 
 // CollectLinks implements catalog.Garbage.
-func (c *Catalog) CollectLinks(ctx context.Context, d catalog.Due) (catalog.Collected, error) {
-	return c.collect(ctx, reviewLink, d, "", func(ctx context.Context, tx *sql.Tx, r one) ([]catalog.Change, error) {
+func (g *Garbage) CollectLinks(ctx context.Context, d catalog.Due) (catalog.Collected, error) {
+	return g.collect(ctx, schema.ReviewLink, d, "", func(ctx context.Context, tx *sql.Tx, r one) ([]catalog.Change, error) {
 		var repo string
 		var leased int64
 		err := tx.QueryRowContext(ctx, `SELECT r.name, b.leased FROM blobs b JOIN repositories r ON r.id = b.repo
@@ -114,10 +103,10 @@ func (c *Catalog) CollectLinks(ctx context.Context, d catalog.Due) (catalog.Coll
 		}
 		if leased > d.Now.UnixNano() {
 			_, err := tx.ExecContext(ctx, `UPDATE reviews SET later = ?, tries = tries + 1 WHERE kind = ? AND repo = ? AND name = ?`,
-				leased, int(reviewLink), r.repo, r.name)
+				leased, int(schema.ReviewLink), r.repo, r.name)
 			return nil, errors.Join(catalog.ErrInUse, err)
 		}
-		return []catalog.Change{{Kind: catalog.ChangedBlob, Repo: repo, Name: r.name, Gone: true}}, dropBlob(ctx, tx, repo, r.name)
+		return []catalog.Change{{Kind: catalog.ChangedBlob, Repo: repo, Name: r.name, Gone: true}}, registers.DropBlob(ctx, tx, repo, r.name)
 	})
 }
 
@@ -125,20 +114,20 @@ func (c *Catalog) CollectLinks(ctx context.Context, d catalog.Due) (catalog.Coll
 const removing = time.Minute
 
 // CollectLayers implements catalog.Garbage. The review stays until Removed.
-func (c *Catalog) CollectLayers(ctx context.Context, d catalog.Due) (blobs []digest.Digest, done catalog.Collected, err error) {
-	done, err = c.collect(ctx, reviewBlob, d, "", func(ctx context.Context, tx *sql.Tx, r one) ([]catalog.Change, error) {
+func (g *Garbage) CollectLayers(ctx context.Context, d catalog.Due) (blobs []digest.Digest, done catalog.Collected, err error) {
+	done, err = g.collect(ctx, schema.ReviewBlob, d, "", func(ctx context.Context, tx *sql.Tx, r one) ([]catalog.Change, error) {
 		var held bool
 		if err := tx.QueryRowContext(ctx, `SELECT EXISTS (SELECT 1 FROM blobs WHERE digest = ?)`, r.name).Scan(&held); err != nil || held {
 			return nil, err
 		}
 		blobs = append(blobs, digest.Digest(r.name))
 		if _, err := tx.ExecContext(ctx, `UPDATE reviews SET later = ? WHERE kind = ? AND name = ?`,
-			d.Now.Add(removing).UnixNano(), int(reviewBlob), r.name); err != nil {
+			d.Now.Add(removing).UnixNano(), int(schema.ReviewBlob), r.name); err != nil {
 			return nil, err
 		}
-		err := affected(tx.ExecContext(ctx, `DELETE FROM layers WHERE blob = ?`, r.name))
+		err := database.Affected(tx.ExecContext(ctx, `DELETE FROM layers WHERE blob = ?`, r.name))
 		if errors.Is(err, catalog.ErrNotFound) {
-			return unlogged, nil
+			return database.Unlogged, nil
 		}
 		return []catalog.Change{{Kind: catalog.ChangedLayer, Name: r.name, Gone: true}}, err
 	})
@@ -146,10 +135,10 @@ func (c *Catalog) CollectLayers(ctx context.Context, d catalog.Due) (blobs []dig
 }
 
 // Removed implements catalog.Garbage. An event that came meanwhile has asked again.
-func (c *Catalog) Removed(ctx context.Context, blobs []digest.Digest) error {
-	err := c.update(ctx, func(tx *sql.Tx) error {
+func (g *Garbage) Removed(ctx context.Context, blobs []digest.Digest) error {
+	err := g.db.Update(ctx, func(tx *sql.Tx) error {
 		for _, d := range blobs {
-			if _, err := tx.ExecContext(ctx, `DELETE FROM reviews WHERE kind = ? AND name = ? AND later > 0`, int(reviewBlob), d.String()); err != nil {
+			if _, err := tx.ExecContext(ctx, `DELETE FROM reviews WHERE kind = ? AND name = ? AND later > 0`, int(schema.ReviewBlob), d.String()); err != nil {
 				return err
 			}
 		}
@@ -165,9 +154,9 @@ func (c *Catalog) Removed(ctx context.Context, blobs []digest.Digest) error {
 const notIndexed = `SELECT 1 FROM reviews WHERE kind = 1`
 
 // CollectRootfs implements catalog.Garbage.
-func (c *Catalog) CollectRootfs(ctx context.Context, d catalog.Due) (catalog.Collected, error) {
-	return c.collect(ctx, reviewRootfs, d, notIndexed, func(ctx context.Context, tx *sql.Tx, r one) ([]catalog.Change, error) {
-		err := affected(tx.ExecContext(ctx, `DELETE FROM rootfs WHERE chain_id = ?1 AND NOT EXISTS (SELECT 1 FROM images WHERE chain_id = ?1)`, r.name))
+func (g *Garbage) CollectRootfs(ctx context.Context, d catalog.Due) (catalog.Collected, error) {
+	return g.collect(ctx, schema.ReviewRootfs, d, notIndexed, func(ctx context.Context, tx *sql.Tx, r one) ([]catalog.Change, error) {
+		err := database.Affected(tx.ExecContext(ctx, `DELETE FROM rootfs WHERE chain_id = ?1 AND NOT EXISTS (SELECT 1 FROM images WHERE chain_id = ?1)`, r.name))
 		if errors.Is(err, catalog.ErrNotFound) {
 			return nil, nil
 		}
@@ -176,8 +165,8 @@ func (c *Catalog) CollectRootfs(ctx context.Context, d catalog.Due) (catalog.Col
 }
 
 // CollectStartup implements catalog.Garbage.
-func (c *Catalog) CollectStartup(ctx context.Context, d catalog.Due) (catalog.Collected, error) {
-	return c.collect(ctx, reviewStartup, d, notIndexed, func(ctx context.Context, tx *sql.Tx, r one) ([]catalog.Change, error) {
+func (g *Garbage) CollectStartup(ctx context.Context, d catalog.Due) (catalog.Collected, error) {
+	return g.collect(ctx, schema.ReviewStartup, d, notIndexed, func(ctx context.Context, tx *sql.Tx, r one) ([]catalog.Change, error) {
 		var needed bool
 		err := tx.QueryRowContext(ctx, `SELECT EXISTS (SELECT 1 FROM images i JOIN repositories r ON r.id = i.repo
 			WHERE i.chain_id = s.chain_id AND r.name = s.repo) FROM startup_images s WHERE id = ?`, r.name).Scan(&needed)
@@ -189,17 +178,17 @@ func (c *Catalog) CollectStartup(ctx context.Context, d catalog.Due) (catalog.Co
 				_, err = tx.ExecContext(ctx, query, r.name)
 			}
 		}
-		return unlogged, err
+		return database.Unlogged, err
 	})
 }
 
 // CollectRepositories implements catalog.Garbage.
-func (c *Catalog) CollectRepositories(ctx context.Context, d catalog.Due) (catalog.Collected, error) {
-	return c.collect(ctx, reviewRepository, d, "", func(ctx context.Context, tx *sql.Tx, r one) ([]catalog.Change, error) {
+func (g *Garbage) CollectRepositories(ctx context.Context, d catalog.Due) (catalog.Collected, error) {
+	return g.collect(ctx, schema.ReviewRepository, d, "", func(ctx context.Context, tx *sql.Tx, r one) ([]catalog.Change, error) {
 		var name string
 		err := tx.QueryRowContext(ctx, `SELECT name FROM repositories WHERE id = ?`, r.repo).Scan(&name)
 		if err == nil {
-			err = dropRepository(ctx, tx, name)
+			err = registers.DropRepository(ctx, tx, name)
 		}
 		if errors.Is(err, sql.ErrNoRows) || errors.Is(err, catalog.ErrNotFound) {
 			return nil, nil
@@ -209,18 +198,18 @@ func (c *Catalog) CollectRepositories(ctx context.Context, d catalog.Due) (catal
 }
 
 // Unindexed implements catalog.Garbage.
-func (c *Catalog) Unindexed(ctx context.Context, limit int) (all []catalog.Unindexed, err error) {
-	if err := c.update(ctx, func(tx *sql.Tx) error {
+func (g *Garbage) Unindexed(ctx context.Context, limit int) (all []catalog.Unindexed, err error) {
+	if err := g.db.Update(ctx, func(tx *sql.Tx) error {
 		_, err := tx.ExecContext(ctx, `DELETE FROM reviews WHERE kind = 1 AND NOT EXISTS (SELECT 1 FROM known_manifests WHERE repo = reviews.repo AND digest = reviews.name)`)
 		return err
 	}); err != nil {
 		return nil, fmt.Errorf("list manifests to look at: %w", err)
 	}
-	err = c.rows(ctx, `SELECT r.name, `+manifestColumns+` FROM (SELECT * FROM reviews WHERE kind = 1 LIMIT ?) v JOIN known_manifests m ON m.repo = v.repo AND m.digest = v.name
+	err = g.db.Rows(ctx, `SELECT r.name, `+registers.ManifestColumns+` FROM (SELECT * FROM reviews WHERE kind = 1 LIMIT ?) v JOIN known_manifests m ON m.repo = v.repo AND m.digest = v.name
 		JOIN repositories r ON r.id = v.repo`, []any{limit}, func(scan func(...any) error) error {
 		var u catalog.Unindexed
 		var err error
-		u.Manifest, err = scanManifest(func(dest ...any) error { return scan(append([]any{&u.Repository}, dest...)...) })
+		u.Manifest, err = registers.ScanManifest(func(dest ...any) error { return scan(append([]any{&u.Repository}, dest...)...) })
 		all = append(all, u)
 		return err
 	})
@@ -231,8 +220,8 @@ func (c *Catalog) Unindexed(ctx context.Context, limit int) (all []catalog.Unind
 }
 
 // PutImage implements catalog.Garbage. A manifest that is gone by now is no image.
-func (c *Catalog) PutImage(ctx context.Context, m catalog.Unindexed, chainID digest.Digest) error {
-	err := c.update(ctx, func(tx *sql.Tx) error {
+func (g *Garbage) PutImage(ctx context.Context, m catalog.Unindexed, chainID digest.Digest) error {
+	err := g.db.Update(ctx, func(tx *sql.Tx) error {
 		var repo int64
 		err := tx.QueryRowContext(ctx, `SELECT id FROM repositories WHERE name = ?`, m.Repository).Scan(&repo)
 		if errors.Is(err, sql.ErrNoRows) {
@@ -255,15 +244,15 @@ func (c *Catalog) PutImage(ctx context.Context, m catalog.Unindexed, chainID dig
 }
 
 // GarbageStats implements catalog.Garbage.
-func (c *Catalog) GarbageStats(ctx context.Context, d catalog.Due) (s catalog.GarbageStats, err error) {
+func (g *Garbage) GarbageStats(ctx context.Context, d catalog.Due) (s catalog.GarbageStats, err error) {
 	fail := func(err error) (catalog.GarbageStats, error) {
-		return s, fmt.Errorf("count what is to be collected: %w", known(err))
+		return s, fmt.Errorf("count what is to be collected: %w", database.Known(err))
 	}
-	for kind := reviewImage; kind <= reviewRepository; kind++ {
-		q := catalog.QueueStats{Name: reviewNames[kind]}
+	for kind := schema.ReviewImage; kind <= schema.ReviewRepository; kind++ {
+		q := catalog.QueueStats{Name: schema.ReviewNames[kind]}
 		var oldest int64
-		err := c.read.QueryRowContext(ctx, `SELECT count(*), coalesce(sum(`+due+`), 0), coalesce(min(since), 0) FROM reviews v WHERE kind = ?1`,
-			dueArgs(kind, d)[:3]...).Scan(&q.Length, &q.Due, &oldest)
+		err := g.db.Read.QueryRowContext(ctx, `SELECT count(*), coalesce(sum(`+schema.Due+`), 0), coalesce(min(since), 0) FROM reviews v WHERE kind = ?1`,
+			schema.DueArgs(kind, d)[:3]...).Scan(&q.Length, &q.Due, &oldest)
 		if err != nil {
 			return fail(err)
 		}
@@ -274,7 +263,7 @@ func (c *Catalog) GarbageStats(ctx context.Context, d catalog.Due) (s catalog.Ga
 	}
 	q := catalog.QueueStats{Name: "objects"}
 	var oldest int64
-	err = c.read.QueryRowContext(ctx, `SELECT (SELECT count(*) FROM doomed), (SELECT coalesce(min(since), 0) FROM doomed),
+	err = g.db.Read.QueryRowContext(ctx, `SELECT (SELECT count(*) FROM doomed), (SELECT coalesce(min(since), 0) FROM doomed),
 		(SELECT count(*) FROM blobs WHERE leased > ?), (SELECT count(*) FROM deleted_manifests) + (SELECT count(*) FROM deleted_tags),
 		(SELECT count(*) FROM packs), (SELECT coalesce(sum(size), 0) FROM packs), (SELECT coalesce(sum(dead), 0) FROM packs)`, d.Now.UnixNano()).
 		Scan(&q.Length, &oldest, &s.Leased, &s.DeletedThings, &s.Packs, &s.PackBytes, &s.DeadBytes)
@@ -285,7 +274,7 @@ func (c *Catalog) GarbageStats(ctx context.Context, d catalog.Due) (s catalog.Ga
 		q.Oldest = time.Unix(0, oldest)
 	}
 	s.Queues = append(s.Queues, q)
-	err = c.read.QueryRowContext(ctx, `SELECT coalesce(sum(size) FILTER (WHERE n = 0), 0), coalesce(sum(size) FILTER (WHERE n = 1), 0) FROM (
+	err = g.db.Read.QueryRowContext(ctx, `SELECT coalesce(sum(size) FILTER (WHERE n = 0), 0), coalesce(sum(size) FILTER (WHERE n = 1), 0) FROM (
 		SELECT max(b.size) AS size, max(CASE WHEN m.digest IS NOT NULL THEN 2 WHEN r.digest IS NOT NULL THEN 1 ELSE 0 END) AS n
 			FROM blobs b LEFT JOIN refs r ON r.digest IN (b.digest, '*') AND r.repo = b.repo
 			LEFT JOIN manifests m ON m.repo = r.repo AND m.digest = r.manifest GROUP BY b.digest)`).Scan(&s.Unnamed, &s.InWindow)

@@ -1,6 +1,8 @@
-package sqlite
+package schema
 
-import "strings"
+import (
+	"strings"
+)
 
 // usageMigration counts what repositories hold. Triggers keep the numbers, so that whoever adds or removes rows,
 // a replay too, need not know of them. Blobs are counted by what names them: a blob may be linked before the

@@ -1,20 +1,21 @@
-package sqlite
+// Package packs is where segments rest: packs, their frames, and which layers need them.
+package packs
 
 import (
 	"bytes"
 	"context"
 	"database/sql"
 	"encoding/binary"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"maps"
 	"slices"
 	"strings"
 
-	"github.com/opencontainers/go-digest"
-
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/server/catalog"
+	"hydrofoil.dev/foil/internal/server/catalog/sqlite/database"
 )
 
 const (
@@ -29,9 +30,18 @@ const (
 	selectIDs = 512
 )
 
+// Packs is the part of a catalog that knows of packs.
+type Packs struct {
+	db   *database.DB
+	kept kept
+}
+
+// New returns that of a file.
+func New(db *database.DB) *Packs { return &Packs{db: db} }
+
 // AddPack implements catalog.Dedup.
-func (c *Catalog) AddPack(ctx context.Context, p catalog.Pack) error {
-	err := c.update(ctx, func(tx *sql.Tx) error { return addPack(ctx, tx, p) })
+func (c *Packs) AddPack(ctx context.Context, p catalog.Pack) error {
+	err := c.db.Update(ctx, func(tx *sql.Tx) error { return addPack(ctx, tx, p) })
 	if err != nil {
 		return fmt.Errorf("record pack %s: %w", p.Key, err)
 	}
@@ -131,8 +141,8 @@ func found(ctx context.Context, tx *sql.Tx) error {
 }
 
 // Forget implements catalog.Dedup.
-func (c *Catalog) Forget(ctx context.Context, ids []segment.ID) error {
-	err := c.update(ctx, func(tx *sql.Tx) error {
+func (c *Packs) Forget(ctx context.Context, ids []segment.ID) error {
+	err := c.db.Update(ctx, func(tx *sql.Tx) error {
 		for batch := range slices.Chunk(ids, selectIDs) {
 			args := make([]any, len(batch))
 			for i := range batch {
@@ -157,7 +167,7 @@ func (c *Catalog) Forget(ctx context.Context, ids []segment.ID) error {
 }
 
 // Locate implements catalog.Dedup.
-func (c *Catalog) Locate(ctx context.Context, ids []segment.ID) ([]catalog.Location, error) {
+func (c *Packs) Locate(ctx context.Context, ids []segment.ID) ([]catalog.Location, error) {
 	locations, err := c.locate(ctx, ids)
 	if err != nil {
 		return nil, fmt.Errorf("locate %d segments: %w", len(ids), err)
@@ -165,9 +175,9 @@ func (c *Catalog) Locate(ctx context.Context, ids []segment.ID) ([]catalog.Locat
 	return locations, nil
 }
 
-func (c *Catalog) locate(ctx context.Context, ids []segment.ID) ([]catalog.Location, error) {
+func (c *Packs) locate(ctx context.Context, ids []segment.ID) ([]catalog.Location, error) {
 	// One transaction, so that a pack is there as a whole or not at all.
-	tx, err := c.read.BeginTx(ctx, nil)
+	tx, err := c.db.Read.BeginTx(ctx, nil)
 	if err != nil {
 		return nil, err
 	}
@@ -292,161 +302,76 @@ func decodeSegments(b []byte) ([]catalog.FrameSegment, error) {
 	return segments, nil
 }
 
-// layerColumns are those that a layerRow takes.
-const layerColumns = `blob, diff_id, entries, refused, size, files, recipe, recipe_digest, recipe_size`
-
-// layerRow is a row of layers.
-type layerRow struct {
-	blob, diffID, recipe string
-	catalog.Layer
+// packFrame is a frame with its ID.
+type packFrame struct {
+	id int64
+	catalog.Frame
 }
 
-func (r *layerRow) dest() []any {
-	l := &r.Layer
-	return []any{&r.blob, &r.diffID, &l.Entries, &l.Refused, &l.Size, &l.Files, &l.Recipe.Key, &r.recipe, &l.Recipe.Size}
-}
-
-func (r *layerRow) layer() catalog.Layer {
-	l := r.Layer
-	l.Blob, l.DiffID, l.Recipe.Digest = digest.Digest(r.blob), digest.Digest(r.diffID), digest.Digest(r.recipe)
-	return l
-}
-
-// PutLayer implements catalog.Dedup.
-func (c *Catalog) PutLayer(ctx context.Context, l catalog.Layer, packs ...string) error {
-	err := c.change(ctx, 0, func(ctx context.Context, tx *sql.Tx) ([]catalog.Change, error) {
-		err := putLayer(ctx, tx, l)
-		if err == nil && packs != nil {
-			err = putPacks(ctx, tx, l.Blob, packs)
-		}
-		return []catalog.Change{layerChange(l)}, err
-	})
+func framesOf(ctx context.Context, tx *sql.Tx, pack int64) (frames []packFrame, err error) {
+	rows, err := tx.QueryContext(ctx, `SELECT id, offset, length, raw_length, segments FROM frames WHERE pack = ? ORDER BY offset`, pack)
 	if err != nil {
-		return fmt.Errorf("record layer %s: %w", l.Blob, err)
-	}
-	return nil
-}
-
-func layerChange(l catalog.Layer) catalog.Change {
-	return catalog.Change{Kind: catalog.ChangedLayer, Name: l.Blob.String(), Layer: l}
-}
-
-func putLayer(ctx context.Context, tx *sql.Tx, l catalog.Layer) error {
-	_, err := tx.ExecContext(ctx, `INSERT INTO layers (`+layerColumns+`)
-		VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
-		ON CONFLICT (blob) DO UPDATE SET diff_id = excluded.diff_id, entries = excluded.entries, refused = excluded.refused,
-			size = excluded.size, files = excluded.files, recipe = excluded.recipe, recipe_digest = excluded.recipe_digest,
-			recipe_size = excluded.recipe_size, packed = 0`, l.Blob.String(), l.DiffID.String(), l.Entries, l.Refused, l.Size, l.Files,
-		l.Recipe.Key, l.Recipe.Digest.String(), l.Recipe.Size)
-	return err
-}
-
-// Layer implements catalog.Dedup.
-func (c *Catalog) Layer(ctx context.Context, blob digest.Digest) (catalog.Layer, error) {
-	var row layerRow
-	err := c.read.QueryRowContext(ctx, `SELECT `+layerColumns+` FROM layers WHERE blob = ?`, blob.String()).Scan(row.dest()...)
-	if err != nil {
-		return catalog.Layer{}, fmt.Errorf("layer %s: %w", blob, known(err))
-	}
-	return row.layer(), nil
-}
-
-// Layers implements catalog.Dedup.
-func (c *Catalog) Layers(ctx context.Context, blobs []digest.Digest) ([]catalog.Layer, error) {
-	found := make(map[digest.Digest]catalog.Layer, len(blobs))
-	var row layerRow
-	err := c.listed(ctx, c.ask.layers, blobs, func() {
-		l := row.layer()
-		found[l.Blob] = l
-	}, nil, row.dest()...)
-	layers := make([]catalog.Layer, len(blobs))
-	for i, d := range blobs {
-		var ok bool
-		if layers[i], ok = found[d]; !ok && err == nil {
-			err = fmt.Errorf("layer %s: %w", d, catalog.ErrNotFound)
-		}
-	}
-	if err != nil {
-		return nil, fmt.Errorf("%d layers: %w", len(blobs), err)
-	}
-	return layers, nil
-}
-
-// PutRecipe implements catalog.Dedup.
-func (c *Catalog) PutRecipe(ctx context.Context, blob digest.Digest, r catalog.Recipe) error {
-	err := c.change(ctx, 0, func(ctx context.Context, tx *sql.Tx) ([]catalog.Change, error) {
-		var row layerRow
-		err := tx.QueryRowContext(ctx, `UPDATE layers SET recipe = ?, recipe_digest = ?, recipe_size = ? WHERE blob = ?
-			RETURNING `+layerColumns, r.Key, r.Digest.String(), r.Size, blob.String()).Scan(row.dest()...)
-		return []catalog.Change{layerChange(row.layer())}, err
-	})
-	if err != nil {
-		return fmt.Errorf("record recipe of layer %s: %w", blob, err)
-	}
-	return nil
-}
-
-// WithoutRecipe implements catalog.Dedup.
-func (c *Catalog) WithoutRecipe(ctx context.Context, after digest.Digest, limit int) ([]catalog.Layer, error) {
-	return c.layersWhere(ctx, "without recipes", `recipe = '' AND refused = ''`, after, limit)
-}
-
-// NotLooked implements catalog.Dedup.
-func (c *Catalog) NotLooked(ctx context.Context, after digest.Digest, limit int) ([]catalog.Layer, error) {
-	return c.layersWhere(ctx, "that nobody looked at", `recipe <> '' AND instr(recipe, '.') = 0`, after, limit)
-}
-
-// layersWhere returns layers after one.
-func (c *Catalog) layersWhere(ctx context.Context, what, where string, after digest.Digest, limit int) ([]catalog.Layer, error) {
-	fail := func(err error) ([]catalog.Layer, error) {
-		return nil, fmt.Errorf("layers %s: %w", what, known(err))
-	}
-	rows, err := c.read.QueryContext(ctx, `SELECT `+layerColumns+` FROM layers
-		WHERE `+where+` AND blob > ? ORDER BY blob LIMIT ?`, after.String(), limit)
-	if err != nil {
-		return fail(err)
+		return nil, err
 	}
 	defer rows.Close()
-	var layers []catalog.Layer
 	for rows.Next() {
-		var row layerRow
-		if err := rows.Scan(row.dest()...); err != nil {
-			return fail(err)
+		var f packFrame
+		var segments sql.RawBytes
+		if err := rows.Scan(&f.id, &f.Offset, &f.Length, &f.RawLength, &segments); err != nil {
+			return nil, err
 		}
-		layers = append(layers, row.layer())
+		if f.Segments, err = decodeSegments(segments); err != nil {
+			return nil, err
+		}
+		frames = append(frames, f)
 	}
-	if err := rows.Err(); err != nil {
-		return fail(err)
-	}
-	return layers, nil
+	return frames, rows.Err()
 }
 
-// PutRootfs implements catalog.Dedup.
-func (c *Catalog) PutRootfs(ctx context.Context, r catalog.Rootfs) error {
-	err := c.change(ctx, 0, func(ctx context.Context, tx *sql.Tx) ([]catalog.Change, error) {
-		return []catalog.Change{{Kind: catalog.ChangedRootfs, Name: r.ChainID.String(), Rootfs: r}}, putRootfs(ctx, tx, r)
-	})
+// PacksKnown implements catalog.Dedup.
+func (c *Packs) PacksKnown(ctx context.Context, keys []string) (bool, error) {
+	list, err := json.Marshal(keys)
 	if err != nil {
-		return fmt.Errorf("record rootfs %s: %w", r.ChainID, err)
+		return false, err
 	}
-	return nil
+	var n int
+	if err := c.db.Read.QueryRowContext(ctx, `SELECT count(*) FROM packs WHERE key IN (SELECT value FROM json_each(?))`, string(list)).Scan(&n); err != nil {
+		return false, fmt.Errorf("look up %d packs: %w", len(keys), database.Known(err))
+	}
+	return n == len(keys), nil
 }
 
-func putRootfs(ctx context.Context, tx *sql.Tx, r catalog.Rootfs) error {
-	_, err := tx.ExecContext(ctx, `INSERT INTO rootfs (chain_id, toc, key, idx) VALUES (?, ?, ?, ?)
-		ON CONFLICT (chain_id) DO UPDATE SET toc = excluded.toc, key = excluded.key, idx = excluded.idx`,
-		r.ChainID.String(), r.TOC.String(), r.Key, r.Index)
-	return err
-}
-
-// Rootfs implements catalog.Dedup.
-func (c *Catalog) Rootfs(ctx context.Context, chainID digest.Digest) (catalog.Rootfs, error) {
-	r := catalog.Rootfs{ChainID: chainID}
-	var toc string
-	err := c.ask.rootfs.QueryRowContext(ctx, chainID.String()).Scan(&toc, &r.Key, &r.Index)
+// PacksAfter returns the keys of at most limit packs after the given one, in byte order.
+func (c *Packs) PacksAfter(ctx context.Context, after string, limit int) ([]string, error) {
+	keys, err := c.db.Strings(ctx, `SELECT key FROM packs WHERE key > ? ORDER BY key LIMIT ?`, after, limit)
 	if err != nil {
-		return catalog.Rootfs{}, fmt.Errorf("rootfs %s: %w", chainID, known(err))
+		return nil, fmt.Errorf("list packs: %w", database.Known(err))
 	}
-	r.TOC = digest.Digest(toc)
-	return r, nil
+	return keys, nil
+}
+
+// Pack returns what was recorded of a pack; its frames in the order of their offsets. Errors: catalog.ErrNotFound.
+func (c *Packs) Pack(ctx context.Context, key string) (catalog.Pack, error) {
+	p := catalog.Pack{Key: key}
+	err := func() error {
+		tx, err := c.db.Read.BeginTx(ctx, nil)
+		if err != nil {
+			return err
+		}
+		defer tx.Rollback() //nolint:errcheck // it only reads
+		var id int64
+		if err := tx.QueryRowContext(ctx, `SELECT id, size FROM packs WHERE key = ?`, key).Scan(&id, &p.Size); err != nil {
+			return err
+		}
+		frames, err := framesOf(ctx, tx, id)
+		for _, f := range frames {
+			f.Pack = key
+			p.Frames = append(p.Frames, f.Frame)
+		}
+		return err
+	}()
+	if err != nil {
+		return p, fmt.Errorf("pack %s: %w", key, database.Known(err))
+	}
+	return p, nil
 }

@@ -1,4 +1,5 @@
-package sqlite
+// Package schema is the tables of the catalog in SQLite: the steps that make them, with their triggers.
+package schema
 
 import (
 	"context"
@@ -6,13 +7,13 @@ import (
 	"fmt"
 )
 
-// migrations turn an empty database into one of the newest version, a step
+// Migrations turn an empty database into one of the newest version, a step
 // each; PRAGMA user_version counts the steps taken. A step that was released
 // never changes: what has to be different is another step.
 //
 // Digests of blobs and manifests are text, "sha256:...", as clients write
 // them. Segment IDs are 32 bytes.
-func migrations() []string {
+func Migrations() []string {
 	return []string{
 		`
 	CREATE TABLE repositories (
@@ -146,13 +147,13 @@ func migrations() []string {
 	}
 }
 
-// migrate brings the database to the newest version.
-func migrate(ctx context.Context, db *sql.DB) error {
+// Migrate brings the database to the newest version.
+func Migrate(ctx context.Context, db *sql.DB) error {
 	var version int
 	if err := db.QueryRowContext(ctx, `PRAGMA user_version`).Scan(&version); err != nil {
 		return fmt.Errorf("read its version: %w", err)
 	}
-	steps := migrations()
+	steps := Migrations()
 	if version > len(steps) {
 		return fmt.Errorf("its version is %d and this foil knows versions up to %d: use a newer foil", version, len(steps))
 	}

@@ -1,4 +1,4 @@
-package sqlite
+package packs
 
 import (
 	"context"
@@ -48,13 +48,13 @@ func (k *kept) end(packs []string) {
 
 // keep implements catalog.Keep.
 type keep struct {
-	c     *Catalog
+	c     *Packs
 	mu    sync.Mutex
 	packs map[string]bool // guarded by mu
 }
 
 // Keep implements catalog.Dedup.
-func (c *Catalog) Keep() catalog.Keep { return &keep{c: c, packs: make(map[string]bool)} }
+func (c *Packs) Keep() catalog.Keep { return &keep{c: c, packs: make(map[string]bool)} }
 
 // Locate implements catalog.Keep. It waits for packs that are being replaced: what it finds is then in others.
 func (k *keep) Locate(ctx context.Context, ids []segment.ID) ([]catalog.Location, error) {

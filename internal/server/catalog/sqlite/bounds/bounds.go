@@ -1,4 +1,5 @@
-package sqlite
+// Package bounds is what repositories hold, and may hold (catalog.Bounded). Triggers of the schema count.
+package bounds
 
 import (
 	"context"
@@ -10,28 +11,39 @@ import (
 	"github.com/opencontainers/go-digest"
 
 	"hydrofoil.dev/foil/internal/server/catalog"
+	"hydrofoil.dev/foil/internal/server/catalog/sqlite/database"
 )
 
+// Bounds is the part of a catalog that knows what repositories hold.
+type Bounds struct {
+	db     *database.DB
+	policy func() catalog.Policy // set before changes are made; nil: there is none
+}
+
+// New returns that of a file.
+func New(db *database.DB) *Bounds { return &Bounds{db: db} }
+
 // SetPolicy implements catalog.Bounded.
-func (c *Catalog) SetPolicy(policy func() catalog.Policy) { c.policy = policy }
+func (b *Bounds) SetPolicy(policy func() catalog.Policy) { b.policy = policy }
 
 // quotas are those that a repository is under.
-func (c *Catalog) quotas(repo string) []catalog.Quota {
-	if c.policy == nil {
+func (b *Bounds) quotas(repo string) []catalog.Quota {
+	if b.policy == nil {
 		return nil
 	}
-	return c.policy().Quotas(repo)
+	return b.policy().Quotas(repo)
 }
 
-// immutable returns the rule by which a tag stays; empty: there is none.
-func (c *Catalog) immutable(repo, tag string) string {
-	if c.policy == nil {
+// Immutable returns the rule by which a tag stays; empty: there is none.
+func (b *Bounds) Immutable(repo, tag string) string {
+	if b.policy == nil {
 		return ""
 	}
-	return c.policy().Immutable(repo, tag)
+	return b.policy().Immutable(repo, tag)
 }
 
-func immutableTag(repo, tag, rule string) error {
+// ImmutableTag is the refusal of a change of a tag.
+func ImmutableTag(repo, tag, rule string) error {
 	return &catalog.Refusal{Message: fmt.Sprintf("the tag %s:%s is immutable by the rule %q of this registry: push under another tag, or have an administrator change the rule", repo, tag, rule)}
 }
 
@@ -57,9 +69,9 @@ func counted(ctx context.Context, q querier, quota catalog.Quota, repo string) (
 	return sum, err
 }
 
-// within makes a change of what repo holds, if it stays within its quotas, or takes nothing more of them.
-func (c *Catalog) within(ctx context.Context, tx *sql.Tx, repo string, change func() error) error {
-	quotas := c.quotas(repo)
+// Within makes a change of what repo holds, if it stays within its quotas, or takes nothing more of them.
+func (b *Bounds) Within(ctx context.Context, tx *sql.Tx, repo string, change func() error) error {
+	quotas := b.quotas(repo)
 	before := make([]catalog.Usage, len(quotas))
 	for i, q := range quotas {
 		var err error
@@ -105,24 +117,24 @@ func fits(q catalog.Quota, before, after catalog.Usage) error {
 }
 
 // Room implements catalog.Bounded.
-func (c *Catalog) Room(ctx context.Context, repo string, bytes int64) error {
-	for _, q := range c.quotas(repo) {
-		before, err := counted(ctx, c.read, q, repo)
+func (b *Bounds) Room(ctx context.Context, repo string, bytes int64) error {
+	for _, q := range b.quotas(repo) {
+		before, err := counted(ctx, b.db.Read, q, repo)
 		if err == nil {
 			after := before
 			after.Loose += bytes
 			err = fits(q, before, after)
 		}
 		if err != nil {
-			return fmt.Errorf("room in %s: %w", repo, known(err))
+			return fmt.Errorf("room in %s: %w", repo, database.Known(err))
 		}
 	}
 	return nil
 }
 
-// mayMove reports whether a tag may name a manifest from now on.
-func (c *Catalog) mayMove(ctx context.Context, tx *sql.Tx, repo string, id int64, tag string, to digest.Digest) error {
-	rule := c.immutable(repo, tag)
+// MayMove reports whether a tag may name a manifest from now on.
+func (b *Bounds) MayMove(ctx context.Context, tx *sql.Tx, repo string, id int64, tag string, to digest.Digest) error {
+	rule := b.Immutable(repo, tag)
 	if rule == "" {
 		return nil
 	}
@@ -132,22 +144,27 @@ func (c *Catalog) mayMove(ctx context.Context, tx *sql.Tx, repo string, id int64
 		return nil
 	}
 	if err == nil {
-		err = immutableTag(repo, tag, rule)
+		err = ImmutableTag(repo, tag, rule)
 	}
 	return err
 }
 
+// Removable is MayRemove, in a transaction that removes it.
+func (b *Bounds) Removable(ctx context.Context, tx *sql.Tx, repo string, d digest.Digest) error {
+	return b.mayRemove(ctx, tx, repo, d)
+}
+
 // MayRemove implements catalog.Bounded.
-func (c *Catalog) MayRemove(ctx context.Context, repo string, d digest.Digest) error {
-	if err := c.mayRemove(ctx, c.read, repo, d); err != nil {
-		return fmt.Errorf("remove %s from %s: %w", d, repo, known(err))
+func (b *Bounds) MayRemove(ctx context.Context, repo string, d digest.Digest) error {
+	if err := b.mayRemove(ctx, b.db.Read, repo, d); err != nil {
+		return fmt.Errorf("remove %s from %s: %w", d, repo, database.Known(err))
 	}
 	return nil
 }
 
 // mayRemove looks at the tags of a manifest, and of all that name it, and so on.
-func (c *Catalog) mayRemove(ctx context.Context, q querier, repo string, d digest.Digest) error {
-	if c.policy == nil {
+func (b *Bounds) mayRemove(ctx context.Context, q querier, repo string, d digest.Digest) error {
+	if b.policy == nil {
 		return nil
 	}
 	rows, err := q.QueryContext(ctx, `WITH RECURSIVE
@@ -165,7 +182,7 @@ func (c *Catalog) mayRemove(ctx context.Context, q querier, repo string, d diges
 		if err := rows.Scan(&tag); err != nil {
 			return err
 		}
-		if rule := c.immutable(repo, tag); rule != "" {
+		if rule := b.Immutable(repo, tag); rule != "" {
 			return &catalog.Refusal{Message: fmt.Sprintf("the tag %s:%s needs %s, and is immutable by the rule %q of this registry: an administrator may change the rule", repo, tag, d, rule)}
 		}
 	}
@@ -173,14 +190,14 @@ func (c *Catalog) mayRemove(ctx context.Context, q querier, repo string, d diges
 }
 
 // Tagged implements catalog.Bounded.
-func (c *Catalog) Tagged(ctx context.Context, repo string) (all []catalog.Tagged, err error) {
+func (b *Bounds) Tagged(ctx context.Context, repo string) (all []catalog.Tagged, err error) {
 	var id int64
-	if err := c.read.QueryRowContext(ctx, `SELECT id FROM repositories WHERE name = ?`, repo).Scan(&id); err != nil {
-		return nil, fmt.Errorf("tags of %s: %w", repo, known(err))
+	if err := b.db.Read.QueryRowContext(ctx, `SELECT id FROM repositories WHERE name = ?`, repo).Scan(&id); err != nil {
+		return nil, fmt.Errorf("tags of %s: %w", repo, database.Known(err))
 	}
-	rows, err := c.read.QueryContext(ctx, `SELECT name, digest, pushed FROM tags WHERE repo = ? ORDER BY name`, id)
+	rows, err := b.db.Read.QueryContext(ctx, `SELECT name, digest, pushed FROM tags WHERE repo = ? ORDER BY name`, id)
 	if err != nil {
-		return nil, fmt.Errorf("tags of %s: %w", repo, known(err))
+		return nil, fmt.Errorf("tags of %s: %w", repo, database.Known(err))
 	}
 	defer rows.Close()
 	for rows.Next() {
@@ -188,23 +205,23 @@ func (c *Catalog) Tagged(ctx context.Context, repo string) (all []catalog.Tagged
 		var d string
 		var pushed int64
 		if err := rows.Scan(&t.Tag, &d, &pushed); err != nil {
-			return nil, fmt.Errorf("tags of %s: %w", repo, known(err))
+			return nil, fmt.Errorf("tags of %s: %w", repo, database.Known(err))
 		}
 		t.Target, t.Pushed = digest.Digest(d), time.Unix(0, pushed)
 		all = append(all, t)
 	}
-	return all, known(rows.Err())
+	return all, database.Known(rows.Err())
 }
 
 // Untag implements catalog.Bounded.
-func (c *Catalog) Untag(ctx context.Context, repo string, tags []catalog.Tagged) (gone []catalog.Tagged, err error) {
-	err = c.change(ctx, 0, func(ctx context.Context, tx *sql.Tx) (changes []catalog.Change, err error) {
+func (b *Bounds) Untag(ctx context.Context, repo string, tags []catalog.Tagged) (gone []catalog.Tagged, err error) {
+	err = b.db.Change(ctx, 0, func(ctx context.Context, tx *sql.Tx) (changes []catalog.Change, err error) {
 		gone = nil
 		for _, t := range tags {
-			if c.immutable(repo, t.Tag) != "" {
+			if b.Immutable(repo, t.Tag) != "" {
 				continue
 			}
-			err := affected(tx.ExecContext(ctx, `DELETE FROM tags WHERE repo = (SELECT id FROM repositories WHERE name = ?)
+			err := database.Affected(tx.ExecContext(ctx, `DELETE FROM tags WHERE repo = (SELECT id FROM repositories WHERE name = ?)
 				AND name = ? AND digest = ? AND pushed = ?`, repo, t.Tag, t.Target.String(), t.Pushed.UnixNano()))
 			if errors.Is(err, catalog.ErrNotFound) {
 				continue
@@ -242,10 +259,10 @@ func usages(ctx context.Context, q querier, query string, args ...any) (all []ca
 }
 
 // Usages implements catalog.Bounded.
-func (c *Catalog) Usages(ctx context.Context, after string, limit int) ([]catalog.RepositoryUsage, error) {
-	all, err := usages(ctx, c.read, usageQuery+` WHERE r.name > ? ORDER BY r.name LIMIT ?`, after, limit)
+func (b *Bounds) Usages(ctx context.Context, after string, limit int) ([]catalog.RepositoryUsage, error) {
+	all, err := usages(ctx, b.db.Read, usageQuery+` WHERE r.name > ? ORDER BY r.name LIMIT ?`, after, limit)
 	if err != nil {
-		return nil, fmt.Errorf("usage of repositories: %w", known(err))
+		return nil, fmt.Errorf("usage of repositories: %w", database.Known(err))
 	}
 	return all, nil
 }

@@ -1,6 +1,8 @@
-package sqlite
+package schema
 
-import "fmt"
+import (
+	"fmt"
+)
 
 // garbageSchema is what deleting and collecting need (catalog.Garbage).
 //
@@ -110,26 +112,26 @@ func garbageSchema() string {
 
 	CREATE TRIGGER manifests_put AFTER INSERT ON manifests BEGIN
 		INSERT OR IGNORE INTO refs SELECT value, NEW.repo, NEW.digest FROM ` + digestsOf("NEW.bytes") + `;
-		` + review(1, "NEW.repo", "NEW.digest") + `
+		` + Review(1, "NEW.repo", "NEW.digest") + `
 	END;
 	CREATE TRIGGER manifests_gone AFTER DELETE ON manifests
 		WHEN NOT EXISTS (SELECT 1 FROM deleted_manifests WHERE repo = OLD.repo AND digest = OLD.digest) BEGIN
 		DELETE FROM refs WHERE repo = OLD.repo AND manifest = OLD.digest;
 		DELETE FROM images WHERE repo = OLD.repo AND manifest = OLD.digest;
-		` + review(7, "OLD.repo", "''") + `
+		` + Review(7, "OLD.repo", "''") + `
 	END;
 	CREATE TRIGGER deleted_manifests_put AFTER INSERT ON deleted_manifests BEGIN
 		INSERT OR IGNORE INTO refs SELECT value, NEW.repo, NEW.digest FROM ` + digestsOf("NEW.bytes") + `;
-		` + review(1, "NEW.repo", "NEW.digest") + `
+		` + Review(1, "NEW.repo", "NEW.digest") + `
 	END;
 	CREATE TRIGGER deleted_manifests_gone AFTER DELETE ON deleted_manifests
 		WHEN NOT EXISTS (SELECT 1 FROM manifests WHERE repo = OLD.repo AND digest = OLD.digest) BEGIN
 		DELETE FROM refs WHERE repo = OLD.repo AND manifest = OLD.digest;
 		DELETE FROM images WHERE repo = OLD.repo AND manifest = OLD.digest;
-		` + review(7, "OLD.repo", "''") + `
+		` + Review(7, "OLD.repo", "''") + `
 	END;
 	CREATE TRIGGER deleted_tags_gone AFTER DELETE ON deleted_tags BEGIN
-		` + review(7, "OLD.repo", "''") + `
+		` + Review(7, "OLD.repo", "''") + `
 	END;
 	CREATE TRIGGER refs_gone AFTER DELETE ON refs BEGIN
 		INSERT OR REPLACE INTO reviews (kind, repo, name, since, jitter)
@@ -138,16 +140,16 @@ func garbageSchema() string {
 			SELECT 2, repo, digest, ` + now + `, ` + jitter + ` FROM blobs WHERE OLD.digest = '*' AND repo = OLD.repo;
 	END;
 	CREATE TRIGGER images_gone AFTER DELETE ON images BEGIN
-		` + review(4, "0", "OLD.chain_id") + `
+		` + Review(4, "0", "OLD.chain_id") + `
 		INSERT OR REPLACE INTO reviews (kind, repo, name, since, jitter)
 			SELECT 5, 0, id, ` + now + `, ` + jitter + ` FROM startup_images WHERE chain_id = OLD.chain_id
 				AND repo = (SELECT name FROM repositories WHERE id = OLD.repo);
 	END;
-	CREATE TRIGGER blobs_put AFTER INSERT ON blobs BEGIN ` + review(2, "NEW.repo", "NEW.digest") + ` END;
+	CREATE TRIGGER blobs_put AFTER INSERT ON blobs BEGIN ` + Review(2, "NEW.repo", "NEW.digest") + ` END;
 	CREATE TRIGGER blobs_gone AFTER DELETE ON blobs BEGIN
-		` + review(3, "0", "OLD.digest") + review(7, "OLD.repo", "''") + `
+		` + Review(3, "0", "OLD.digest") + Review(7, "OLD.repo", "''") + `
 	END;
-	CREATE TRIGGER layers_put AFTER INSERT ON layers BEGIN ` + review(3, "0", "NEW.blob") + ` END;
+	CREATE TRIGGER layers_put AFTER INSERT ON layers BEGIN ` + Review(3, "0", "NEW.blob") + ` END;
 	CREATE TRIGGER layers_changed AFTER UPDATE OF entries, recipe ON layers BEGIN
 		` + doom("OLD.entries", "OLD.entries <> NEW.entries") + doom("OLD.recipe", "OLD.recipe <> NEW.recipe") + `
 	END;
@@ -158,17 +160,17 @@ func garbageSchema() string {
 	CREATE TRIGGER layer_packs_put AFTER INSERT ON layer_packs BEGIN
 		UPDATE packs SET used = used + 1 WHERE id = NEW.pack;
 	END;
-	CREATE TRIGGER layer_packs_gone AFTER DELETE ON layer_packs BEGIN ` + review(6, "0", "OLD.pack") + ` END;
-	CREATE TRIGGER packs_put AFTER INSERT ON packs BEGIN ` + review(6, "0", "NEW.id") + ` END;
+	CREATE TRIGGER layer_packs_gone AFTER DELETE ON layer_packs BEGIN ` + Review(6, "0", "OLD.pack") + ` END;
+	CREATE TRIGGER packs_put AFTER INSERT ON packs BEGIN ` + Review(6, "0", "NEW.id") + ` END;
 	CREATE TRIGGER packs_gone AFTER DELETE ON packs BEGIN ` + doom("OLD.key", "true") + ` END;
-	CREATE TRIGGER rootfs_put AFTER INSERT ON rootfs BEGIN ` + review(4, "0", "NEW.chain_id") + ` END;
+	CREATE TRIGGER rootfs_put AFTER INSERT ON rootfs BEGIN ` + Review(4, "0", "NEW.chain_id") + ` END;
 	CREATE TRIGGER rootfs_changed AFTER UPDATE ON rootfs BEGIN
 		` + doom("OLD.key", "OLD.key <> NEW.key") + doom("OLD.idx", "OLD.idx <> NEW.idx") + `
 	END;
 	CREATE TRIGGER rootfs_gone AFTER DELETE ON rootfs BEGIN
 		` + doom("OLD.key", "true") + doom("OLD.idx", "true") + doom("'orders/' || replace(OLD.toc, ':', '/') || '-*'", "true") + `
 	END;
-	CREATE TRIGGER startup_images_put AFTER INSERT ON startup_images BEGIN ` + review(5, "0", "NEW.id") + ` END;
+	CREATE TRIGGER startup_images_put AFTER INSERT ON startup_images BEGIN ` + Review(5, "0", "NEW.id") + ` END;
 	CREATE TRIGGER startup_images_gone AFTER DELETE ON startup_images BEGIN
 		` + doom("OLD.key", "true") + doom("OLD.previous", "true") + `
 	END;
@@ -186,21 +188,10 @@ func garbageSchema() string {
 	`
 }
 
-// now and jitter are SQL.
-const (
-	now    = `CAST(unixepoch('subsec') * 1e9 AS INTEGER)`
-	jitter = `abs(random() % 1000)`
-)
-
 // digestsOf is the SQL of the digests that a manifest's bytes have.
 func digestsOf(bytes string) string {
 	return `json_tree(CASE WHEN json_valid(CAST(` + bytes + ` AS TEXT)) THEN CAST(` + bytes + ` AS TEXT) ELSE '"*"' END) j
 		WHERE j.type = 'text' AND (j.value GLOB 'sha[0-9]*:*' OR j.value = '*' AND j.key IS NULL)`
-}
-
-// review is the SQL that asks again, from now on.
-func review(kind reviewKind, repo, name string) string {
-	return fmt.Sprintf("INSERT OR REPLACE INTO reviews (kind, repo, name, since, jitter) VALUES (%d, %s, %s, %s, %s);\n", kind, repo, name, now, jitter)
 }
 
 // doom is the SQL that has an object deleted, when nobody reads it any more.

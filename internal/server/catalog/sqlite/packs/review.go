@@ -1,0 +1,202 @@
+package packs
+
+import (
+	"context"
+	"database/sql"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/opencontainers/go-digest"
+
+	"hydrofoil.dev/foil/internal/format/segment"
+	"hydrofoil.dev/foil/internal/server/catalog"
+	"hydrofoil.dev/foil/internal/server/catalog/sqlite/database"
+	"hydrofoil.dev/foil/internal/server/catalog/sqlite/registers"
+	"hydrofoil.dev/foil/internal/server/catalog/sqlite/schema"
+)
+
+// Unpacked implements catalog.Garbage.
+func (c *Packs) Unpacked(ctx context.Context, limit int) (layers []catalog.Layer, err error) {
+	err = c.db.Rows(ctx, `SELECT `+registers.LayerColumns+` FROM layers WHERE packed = 0 AND refused = '' ORDER BY blob LIMIT ?`, []any{limit}, func(scan func(...any) error) error {
+		var row registers.LayerRow
+		err := scan(row.Dest()...)
+		layers = append(layers, row.Value())
+		return err
+	})
+	if err != nil {
+		return nil, fmt.Errorf("list layers whose packs are not known: %w", err)
+	}
+	return layers, nil
+}
+
+// PutPacks implements catalog.Garbage.
+func (c *Packs) PutPacks(ctx context.Context, blob digest.Digest, packs []string) error {
+	err := c.db.Update(ctx, func(tx *sql.Tx) error { return Need(ctx, tx, blob, packs) })
+	if err != nil {
+		return fmt.Errorf("record packs of layer %s: %w", blob, err)
+	}
+	return nil
+}
+
+// Need records in which packs the segments of a layer are.
+func Need(ctx context.Context, tx *sql.Tx, blob digest.Digest, packs []string) error {
+	list, err := json.Marshal(packs)
+	if err != nil {
+		return err
+	}
+	if _, err := tx.ExecContext(ctx, `INSERT INTO layer_packs SELECT ?1, id FROM packs WHERE key IN (SELECT value FROM json_each(?2))
+		AND EXISTS (SELECT 1 FROM layers WHERE blob = ?1) ON CONFLICT DO NOTHING`, blob.String(), string(list)); err != nil {
+		return err
+	}
+	// Also of those that it needed before: its entry list may be another one now.
+	if _, err := tx.ExecContext(ctx, `UPDATE packs SET used = used + 1 WHERE key IN (SELECT value FROM json_each(?))`, string(list)); err != nil {
+		return err
+	}
+	_, err = tx.ExecContext(ctx, `UPDATE layers SET packed = 1 WHERE blob = ?`, blob.String())
+	return err
+}
+
+// PacksToReview implements catalog.Garbage.
+func (c *Packs) PacksToReview(ctx context.Context, d catalog.Due) ([]catalog.PackUse, error) {
+	if err := c.db.Update(ctx, func(tx *sql.Tx) error {
+		_, err := tx.ExecContext(ctx, `DELETE FROM reviews WHERE kind = ? AND NOT EXISTS (SELECT 1 FROM packs WHERE id = CAST(reviews.name AS INTEGER))`, int(schema.ReviewPack))
+		return err
+	}); err != nil {
+		return nil, fmt.Errorf("list packs to review: %w", err)
+	}
+	condition := schema.Due
+	if d.Grace < 0 { // also those that could not be collected before
+		condition = `v.kind = ?1 AND ?2 + ?3 > 0`
+	}
+	return c.packUses(ctx, `SELECT p.id, p.key, p.size, p.dead, p.used, v.since FROM reviews v JOIN packs p ON p.id = CAST(v.name AS INTEGER) WHERE `+condition+`
+		AND NOT EXISTS (SELECT 1 FROM layers WHERE packed = 0 AND refused = '') ORDER BY v.since LIMIT ?4`, schema.DueArgs(schema.ReviewPack, d)...)
+}
+
+// PacksToCompact implements catalog.Garbage.
+func (c *Packs) PacksToCompact(ctx context.Context, share float64, limit int) ([]catalog.PackUse, error) {
+	return c.packUses(ctx, `SELECT p.id, p.key, p.size, p.dead, p.used, 0 FROM packs p WHERE p.dead > 0 AND p.dead >= ? * p.size
+		AND NOT EXISTS (SELECT 1 FROM layers WHERE packed = 0 AND refused = '')
+		AND NOT EXISTS (SELECT 1 FROM reviews WHERE kind = 6 AND name = CAST(p.id AS TEXT)) ORDER BY p.dead DESC LIMIT ?`, share, limit)
+}
+
+// packUses reads packs with all that a review needs, as one transaction sees it.
+func (c *Packs) packUses(ctx context.Context, query string, args ...any) (packs []catalog.PackUse, err error) {
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("read packs to collect: %w", database.Known(err))
+		}
+	}()
+	tx, err := c.db.Read.BeginTx(ctx, nil)
+	if err != nil {
+		return nil, err
+	}
+	defer tx.Rollback() //nolint:errcheck // it only read
+	rows, err := tx.QueryContext(ctx, query, args...)
+	if err != nil {
+		return nil, err
+	}
+	defer rows.Close()
+	var ids []int64
+	for rows.Next() {
+		var id int64
+		var p catalog.PackUse
+		if err := rows.Scan(&id, &p.Key, &p.Size, &p.Dead, &p.Used, &p.Event); err != nil {
+			return nil, err
+		}
+		ids, packs = append(ids, id), append(packs, p)
+	}
+	if err := rows.Err(); err != nil {
+		return nil, err
+	}
+	for i, id := range ids {
+		if err := readUse(ctx, tx, id, &packs[i]); err != nil {
+			return nil, err
+		}
+	}
+	return packs, nil
+}
+
+// readUse reads the frames of a pack, which of their segments have their place there, and which layers need it.
+func readUse(ctx context.Context, tx *sql.Tx, id int64, p *catalog.PackUse) error {
+	layers, err := database.TextOf(ctx, tx, `SELECT layer FROM layer_packs WHERE pack = ?`, id)
+	if err != nil {
+		return err
+	}
+	for _, l := range layers {
+		p.Layers = append(p.Layers, digest.Digest(l))
+	}
+	frames, err := framesOf(ctx, tx, id)
+	if err != nil {
+		return err
+	}
+	p.Here = make(map[segment.ID]bool)
+	var wanted []any
+	at := make(map[segment.ID]int64)
+	for _, f := range frames {
+		f.Pack = p.Key
+		p.Frames = append(p.Frames, f.Frame)
+		for i := range f.Segments {
+			id := f.Segments[i].ID
+			if _, ok := at[id]; !ok {
+				at[id] = f.id
+				wanted = append(wanted, id[:])
+			}
+		}
+	}
+	var row sql.RawBytes
+	var frame int64
+	for batch := range slices.Chunk(wanted, selectIDs) {
+		err := query(ctx, tx, `SELECT id, frame FROM segments WHERE id IN `, batch, func() error {
+			if id := segment.ID(row); at[id] == frame {
+				p.Here[id] = true
+			}
+			return nil
+		}, &row, &frame)
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// PutDead implements catalog.Garbage.
+func (c *Packs) PutDead(ctx context.Context, p catalog.PackUse, dead int64) error {
+	err := c.db.Update(ctx, func(tx *sql.Tx) error {
+		err := database.Affected(tx.ExecContext(ctx, `UPDATE packs SET dead = ? WHERE key = ? AND used = ?`, dead, p.Key, p.Used))
+		if errors.Is(err, catalog.ErrNotFound) {
+			return nil // it is reviewed again
+		}
+		if err == nil {
+			_, err = tx.ExecContext(ctx, `DELETE FROM reviews WHERE kind = ? AND since = ? AND name = (SELECT CAST(id AS TEXT) FROM packs WHERE key = ?)`,
+				int(schema.ReviewPack), p.Event, p.Key)
+		}
+		return err
+	})
+	if err != nil {
+		return fmt.Errorf("record review of pack %s: %w", p.Key, err)
+	}
+	return nil
+}
+
+// Postpone implements catalog.Garbage.
+func (c *Packs) Postpone(ctx context.Context, packs []catalog.PackUse, until time.Time) error {
+	err := c.db.Update(ctx, func(tx *sql.Tx) error {
+		for _, p := range packs {
+			if _, err := tx.ExecContext(ctx, schema.Review(schema.ReviewPack, "0", "(SELECT CAST(id AS TEXT) FROM packs WHERE key = ?)"), p.Key); err != nil {
+				return err
+			}
+			if _, err := tx.ExecContext(ctx, `UPDATE reviews SET later = ? WHERE kind = ? AND name = (SELECT CAST(id AS TEXT) FROM packs WHERE key = ?)`,
+				until.UnixNano(), int(schema.ReviewPack), p.Key); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		return fmt.Errorf("postpone %d packs: %w", len(packs), err)
+	}
+	return nil
+}
