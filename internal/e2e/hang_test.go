@@ -14,7 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"hydrofoil.dev/foil/internal/kernel"
-	daemon "hydrofoil.dev/foil/internal/worker/node"
+	"hydrofoil.dev/foil/internal/worker/rootlock"
 )
 
 // A daemon that is killed while it unmounts an incomplete image waits in the kernel for reads that it should have
@@ -71,14 +71,14 @@ func TestDaemonKilledWhileItUnmounts(t *testing.T) {
 			if !unmounts(pid) {
 				t.Skip("its reads ended before it was killed")
 			}
-			if why := daemon.Hanging(w.root); !strings.Contains(why, fmt.Sprintf("process %d was killed", pid)) {
+			if why := rootlock.Hanging(w.root); !strings.Contains(why, fmt.Sprintf("process %d was killed", pid)) {
 				t.Errorf("foil doctor finds %q", why)
 			}
 			k.open()
 			next := startWorker(t, w.root)
 			<-w.done
 			intact(t, next, ref, img)
-			if why := daemon.Hanging(w.root); why != "" {
+			if why := rootlock.Hanging(w.root); why != "" {
 				t.Errorf("foil doctor still finds %q", why)
 			}
 		})

@@ -36,6 +36,7 @@ import (
 	"hydrofoil.dev/foil/internal/format/trace"
 	"hydrofoil.dev/foil/internal/worker/arena"
 	"hydrofoil.dev/foil/internal/worker/remote"
+	"hydrofoil.dev/foil/internal/worker/waits"
 )
 
 // Options say what to pull and where to. Client, Request and Open are needed.
@@ -126,7 +127,7 @@ type Options struct {
 
 	// Waits is where reads that had to wait are noted; nil means nowhere that
 	// anybody sees.
-	Waits *Waits
+	Waits *waits.List
 
 	Logger *slog.Logger // nil means none
 }
@@ -169,7 +170,7 @@ func (o *Options) defaults() {
 		o.Hold = min(o.Hold, bundle.MaxHold, o.Client.StallTimeout()/2, o.GiveUp/4)
 	}
 	if o.Waits == nil {
-		o.Waits = new(Waits)
+		o.Waits = new(waits.List)
 	}
 	if o.Logger == nil {
 		o.Logger = slog.New(slog.DiscardHandler)

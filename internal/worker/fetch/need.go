@@ -12,6 +12,7 @@ import (
 	"hydrofoil.dev/foil/internal/worker/arena"
 	"hydrofoil.dev/foil/internal/worker/remote"
 	"hydrofoil.dev/foil/internal/worker/schedule"
+	"hydrofoil.dev/foil/internal/worker/waits"
 )
 
 // inArena is an arena as a schedule sees it.
@@ -29,7 +30,7 @@ func (p *Pull) Need(ctx context.Context, a *arena.Arena, off, n int64) error {
 		return nil
 	}
 	r := &schedule.Read{Space: inArena{a}, Off: off, Len: n, Began: time.Now()}
-	w := Wait{Offset: off, Length: n, Began: r.Began, Moved: p.counts.moved.Load()}
+	w := waits.Wait{Offset: off, Length: n, Began: r.Began, Moved: p.counts.moved.Load()}
 	var parts []job
 	p.decide(func(s *schedule.Schedule, now time.Time) {
 		for _, k := range s.Wanted(now, r) {
@@ -41,7 +42,7 @@ func (p *Pull) Need(ctx context.Context, a *arena.Arena, off, n int64) error {
 		w.Planned, w.Ahead = s.Lacking(r)
 		w.Promoted, w.Bound = r.Promoted(), r.Bound()
 	})
-	i := p.opts.Waits.begin(w)
+	i := p.opts.Waits.Begin(w)
 	if parts != nil {
 		for _, j := range parts {
 			p.pipe.writeJob(j, nil)
@@ -56,7 +57,7 @@ func (p *Pull) Need(ctx context.Context, a *arena.Arena, off, n int64) error {
 	if !errors.Is(err, arena.ErrAnother) {
 		w.Err = err
 	}
-	p.opts.Waits.end(i, w)
+	p.opts.Waits.End(i, w)
 	return err
 }
 

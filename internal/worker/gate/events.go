@@ -13,11 +13,12 @@ import (
 	"golang.org/x/sys/unix"
 
 	"hydrofoil.dev/foil/internal/kernel"
+	"hydrofoil.dev/foil/internal/worker/gate/journal"
 )
 
 // pendingEvent is an event that has a slot in the journal and no answer.
 type pendingEvent struct {
-	record
+	journal.Record
 	slot  int
 	pid   int32        // of the reader; 0: not known
 	stale *staleNumber // not nil: its number is shared with a stale event
@@ -124,10 +125,10 @@ func (g *Fanotify) noteLocked(dst []pendingEvent, events []kernel.FanotifyEvent)
 			continue
 		}
 		p := pendingEvent{
-			record: record{inode: inode{uint64(st.Dev), st.Ino}, number: e.Number},
+			Record: journal.Record{Inode: journal.Inode{Dev: uint64(st.Dev), Ino: st.Ino}, Number: e.Number},
 			pid:    e.PID,
 		}
-		p.off, p.n = eventRange(e, st.Size)
+		p.Off, p.N = eventRange(e, st.Size)
 		if len(g.freeSlots) == 0 {
 			g.drop(e.Number, errors.New("the journal is full"))
 			continue
@@ -142,7 +143,7 @@ func (g *Fanotify) noteLocked(dst []pendingEvent, events []kernel.FanotifyEvent)
 			sn.owned = true
 			p.stale = sn
 		}
-		g.journal.take(p.slot, p.record, p.stale != nil)
+		g.journal.Take(p.slot, p.Record, p.stale != nil)
 		dst = append(dst, p)
 	}
 	return dst
@@ -173,14 +174,14 @@ func (g *Fanotify) drop(number int32, why error) {
 
 // handle answers an event, now or, by way of a goroutine, when its range is here.
 func (g *Fanotify) handle(p pendingEvent) {
-	a := (*g.arenas.Load())[p.inode]
+	a := (*g.arenas.Load())[p.Inode]
 	switch {
 	case a == nil:
 		g.log.Warn("read failed with EIO: no arena of this gate",
-			"dev", p.inode.dev, "inode", p.inode.ino, "offset", p.off, "count", p.n, "pid", p.pid)
+			"dev", p.Inode.Dev, "inode", p.Inode.Ino, "offset", p.Off, "count", p.N, "pid", p.pid)
 		g.denied.Add(1)
 		g.decide(p, false)
-	case a.meets(p.off, p.n):
+	case a.meets(p.Off, p.N):
 		g.decide(p, true)
 	default:
 		g.mu.Lock()
@@ -200,7 +201,7 @@ func (g *Fanotify) handle(p pendingEvent) {
 func (g *Fanotify) waitLocked(a *guarded, p pendingEvent) {
 	if g.closed {
 		if p.stale == nil {
-			unix.Close(int(p.number))
+			unix.Close(int(p.Number))
 		}
 		return
 	}
@@ -223,7 +224,7 @@ func (g *Fanotify) waitLocked(a *guarded, p pendingEvent) {
 // reader goes on.
 func (g *Fanotify) await(ctx context.Context, w *fanWait) {
 	a := w.arena
-	err := a.backing.Need(ctx, w.off, w.n)
+	err := a.backing.Need(ctx, w.Off, w.N)
 	g.mu.Lock()
 	delete(g.waiting, w)
 	g.slots.free(&a.waiting)
@@ -231,7 +232,7 @@ func (g *Fanotify) await(ctx context.Context, w *fanWait) {
 	g.mu.Unlock()
 	switch {
 	// Need's word is not enough after an error or a Release: the presence map decides.
-	case a.present(w.off, w.n):
+	case a.present(w.Off, w.N):
 		g.decide(w.pendingEvent, true)
 		return
 	case killed:
@@ -239,7 +240,7 @@ func (g *Fanotify) await(ctx context.Context, w *fanWait) {
 		return
 	case g.ctx.Err() != nil && err != nil:
 		if w.stale == nil {
-			unix.Close(int(w.number)) // the next daemon answers
+			unix.Close(int(w.Number)) // the next daemon answers
 		}
 		return
 	case err == nil:
@@ -281,7 +282,7 @@ func (g *Fanotify) watch() {
 
 // refuse fails a read, and says why.
 func (g *Fanotify) refuse(a *guarded, p pendingEvent, err error) {
-	a.denials.log(g.log, a.name, p.off, p.n, p.pid, err)
+	a.denials.log(g.log, a.name, p.Off, p.N, p.pid, err)
 	g.denied.Add(1)
 	g.decide(p, false)
 }
@@ -294,10 +295,10 @@ func (g *Fanotify) decide(p pendingEvent, allow bool) {
 		g.mu.Unlock()
 		return
 	}
-	g.answer(p.number, allow, false)
+	g.answer(p.Number, allow, false)
 	g.at("answered")
-	g.journal.free(p.slot)
-	unix.Close(int(p.number))
+	g.journal.Free(p.slot)
+	unix.Close(int(p.Number))
 	g.mu.Lock()
 	g.releaseSlotLocked(p.slot)
 	g.mu.Unlock()

@@ -19,7 +19,7 @@ func (g *Fanotify) Group() (*os.File, error) { return duplicate(g.groupFD, KeptG
 
 // Journal returns another descriptor of the journal.
 func (g *Fanotify) Journal() (*os.File, error) {
-	return duplicate(int(g.journal.file.Fd()), KeptJournal)
+	return duplicate(int(g.journal.File().Fd()), KeptJournal)
 }
 
 func duplicate(fd int, name string) (*os.File, error) {
@@ -31,7 +31,7 @@ func duplicate(fd int, name string) (*os.File, error) {
 }
 
 // SetJournalLimit changes the limit of numbers in g's journal.
-func SetJournalLimit(g *Fanotify, limit uint64) { g.journal.setLimit(limit) }
+func SetJournalLimit(g *Fanotify, limit uint64) { g.journal.SetLimit(limit) }
 
 // Connection returns another descriptor of the FUSE connection.
 func (g *FUSE) Connection() (*os.File, error) { return duplicate(g.devFD, KeptFUSE) }

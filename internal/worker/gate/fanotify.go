@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"hydrofoil.dev/foil/internal/kernel"
+	"hydrofoil.dev/foil/internal/worker/gate/journal"
 )
 
 // Names under which the keeper holds what a gate needs to survive its daemon.
@@ -148,7 +149,7 @@ type Fanotify struct {
 	group   *os.File
 	groupFD int // group's descriptor, valid until Close has waited
 	closing int // eventfd(2), readable from Close on
-	journal *journal
+	journal *journal.Journal
 	keeper  Keeper
 	log     *slog.Logger
 	stop    func(string)
@@ -160,7 +161,7 @@ type Fanotify struct {
 
 	// arenas is what the reader looks events up in. The map is replaced, never
 	// changed, under mu.
-	arenas atomic.Pointer[map[inode]*guarded]
+	arenas atomic.Pointer[map[journal.Inode]*guarded]
 
 	events, waits, denied atomic.Int64
 
@@ -182,7 +183,7 @@ type Fanotify struct {
 // guarded is an arena behind the gate, or one released a moment ago.
 type guarded struct {
 	name    string
-	inode   inode
+	inode   journal.Inode
 	file    *os.File // the caller's
 	backing Backing
 	ctx     context.Context // ends with Release or Close
@@ -210,7 +211,7 @@ func New(ctx context.Context, o Options) (*Fanotify, error) {
 	if err != nil {
 		return nil, err
 	}
-	j, err := newJournal(limit)
+	j, err := journal.New(limit)
 	if err != nil {
 		group.Close()
 		return nil, err
@@ -218,7 +219,7 @@ func New(ctx context.Context, o Options) (*Fanotify, error) {
 	g, err := newFanotify(group, j, limit, o)
 	if err != nil {
 		group.Close()
-		j.close()
+		j.Close()
 		return nil, err
 	}
 	if err := g.keep(ctx); err != nil {
@@ -227,7 +228,7 @@ func New(ctx context.Context, o Options) (*Fanotify, error) {
 	return g, nil
 }
 
-func newFanotify(group *os.File, j *journal, limit uint64, o Options) (*Fanotify, error) {
+func newFanotify(group *os.File, j *journal.Journal, limit uint64, o Options) (*Fanotify, error) {
 	g := &Fanotify{
 		journal: j,
 		keeper:  o.Keeper,
@@ -246,10 +247,10 @@ func newFanotify(group *os.File, j *journal, limit uint64, o Options) (*Fanotify
 	}
 	// A quarter of the numbers is for everything else that the process opens,
 	// and two batches of slots for what is in hand when the bound is met.
-	g.slots.max = min(g.slots.max, int(limit)*3/4, j.slots()-minSlots)
+	g.slots.max = min(g.slots.max, int(limit)*3/4, j.Slots()-minSlots)
 	g.ctx, g.cancel = context.WithCancel(context.Background())
-	g.arenas.Store(&map[inode]*guarded{})
-	for i := j.slots() - 1; i >= 0; i-- {
+	g.arenas.Store(&map[journal.Inode]*guarded{})
+	for i := j.Slots() - 1; i >= 0; i-- {
 		g.freeSlots = append(g.freeSlots, i)
 	}
 	var err error
@@ -278,7 +279,7 @@ func (g *Fanotify) keep(ctx context.Context) error {
 	if g.keeper == nil {
 		return nil
 	}
-	if err := g.keeper.Put(ctx, KeptJournal, g.journal.file); err != nil {
+	if err := g.keeper.Put(ctx, KeptJournal, g.journal.File()); err != nil {
 		return fmt.Errorf("give the gate's journal to the keeper: %w", err)
 	}
 	if err := g.keeper.Put(ctx, KeptGroup, g.group); err != nil {
@@ -321,7 +322,7 @@ func (g *Fanotify) Guard(name string, file *os.File, b Backing) error {
 	}
 	a := &guarded{
 		name:    name,
-		inode:   inode{uint64(sys.Dev), sys.Ino},
+		inode:   journal.Inode{Dev: uint64(sys.Dev), Ino: sys.Ino},
 		file:    file,
 		backing: b,
 	}
@@ -364,8 +365,8 @@ func (g *Fanotify) addLocked(a *guarded) error {
 
 // setLocked replaces the map of arenas: key is a, or is gone (nil). Arenas
 // released so long ago that no event of theirs can be on its way go too.
-func (g *Fanotify) setLocked(key inode, a *guarded) {
-	next := make(map[inode]*guarded)
+func (g *Fanotify) setLocked(key journal.Inode, a *guarded) {
+	next := make(map[journal.Inode]*guarded)
 	for k, v := range *g.arenas.Load() {
 		if k != key && !(v.released.Load() && time.Since(v.since) > lateEvents) {
 			next[k] = v
@@ -457,7 +458,7 @@ func (g *Fanotify) Start() error {
 	for _, sn := range g.stale {
 		for _, s := range sn.waiting {
 			g.log.Warn("read failed with EIO: it waits for an arena that is not here any more",
-				"dev", s.inode.dev, "inode", s.inode.ino, "offset", s.off, "count", s.n)
+				"dev", s.Inode.Dev, "inode", s.Inode.Ino, "offset", s.Off, "count", s.N)
 			g.denied.Add(1)
 			g.decideStaleLocked(sn, false)
 		}
@@ -496,7 +497,7 @@ func (g *Fanotify) Close() error {
 			unix.Close(int(sn.number))
 		}
 	}
-	return errors.Join(werr, unix.Close(g.closing), g.group.Close(), g.journal.close())
+	return errors.Join(werr, unix.Close(g.closing), g.group.Close(), g.journal.Close())
 }
 
 // Kind implements Gate.

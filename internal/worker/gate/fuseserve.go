@@ -8,7 +8,6 @@ import (
 	"os"
 	"slices"
 	"strconv"
-	"strings"
 	"syscall"
 	"time"
 
@@ -357,7 +356,7 @@ func (g *FUSE) watch() {
 			}
 		}
 		for _, w := range signalled {
-			if killed(w.PID) {
+			if w.PID != 0 && kernel.Killed(fmt.Sprintf("/proc/%d", w.PID)) {
 				g.fail(w)
 			}
 		}
@@ -373,26 +372,6 @@ func (g *FUSE) fail(w *fuseWait) {
 		w.cancel()
 		g.answer(kernel.FuseError(nil, w.Unique, unix.EINTR))
 	}
-}
-
-// killed reports whether a thread has SIGKILL pending.
-func killed(pid uint32) bool {
-	if pid == 0 {
-		return false
-	}
-	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
-	if err != nil {
-		return false
-	}
-	for line := range strings.Lines(string(b)) {
-		mask, ok := strings.CutPrefix(line, "SigPnd:")
-		if !ok {
-			continue
-		}
-		bits, err := strconv.ParseUint(strings.TrimSpace(mask), 16, 64)
-		return err == nil && bits&(1<<(uint(unix.SIGKILL)-1)) != 0
-	}
-	return false
 }
 
 // maybeSweep is called when the kernel lets go of a node.

@@ -1,14 +1,13 @@
 package gate
 
 import (
-	"bytes"
 	"errors"
 	"fmt"
-	"os"
-	"strconv"
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"hydrofoil.dev/foil/internal/kernel"
 )
 
 const (
@@ -56,30 +55,13 @@ func (r reader) gone() bool {
 	if r.pid <= 0 {
 		return false
 	}
-	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", r.pid))
+	p, err := kernel.ReadProcess(fmt.Sprintf("/proc/%d", r.pid))
 	if errors.Is(err, unix.ENOENT) || errors.Is(err, unix.ESRCH) {
 		return true
 	}
 	if err != nil {
 		return false
 	}
-	state, start, ok := parseStat(b)
-	if !ok {
-		return false
-	}
-	dead := state == 'Z' || state == 'X'
 	// The number is another one's if that began later.
-	return dead && r.thread || start > r.since+2*clockTick
-}
-
-// parseStat returns a thread's state and when it began, of /proc/PID/stat. The name before them,
-// in parentheses, is any bytes.
-func parseStat(b []byte) (state byte, start time.Duration, ok bool) {
-	b = b[bytes.LastIndexByte(b, ')')+1:]
-	fields := bytes.Fields(b)
-	if len(fields) < 20 || len(fields[0]) != 1 {
-		return 0, 0, false
-	}
-	ticks, err := strconv.ParseInt(string(fields[19]), 10, 64) // field 22 of proc(5)
-	return fields[0][0], time.Duration(ticks) * clockTick, err == nil
+	return p.Ended() && r.thread || time.Duration(p.Start)*clockTick > r.since+2*clockTick
 }

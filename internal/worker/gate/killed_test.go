@@ -48,16 +48,3 @@ func TestGone(t *testing.T) {
 		}
 	}
 }
-
-func TestParseStat(t *testing.T) {
-	stat := "12 (a b) c) S 1 12 12 0 -1 4194560 1 0 0 0 0 0 0 0 20 0 1 0 4711 2 3"
-	state, start, ok := parseStat([]byte(stat))
-	if !ok || state != 'S' || start != 47110*time.Millisecond {
-		t.Errorf("state %c, start %v, %v", state, start, ok)
-	}
-	for _, b := range []string{"", "12 (x", "12 (x) S 1", "12 (x) SS 1 12 12 0 -1 4194560 1 0 0 0 0 0 0 0 20 0 1 0 4711 2 3"} {
-		if _, _, ok := parseStat([]byte(b)); ok {
-			t.Errorf("%q was understood", b)
-		}
-	}
-}

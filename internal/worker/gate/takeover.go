@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"hydrofoil.dev/foil/internal/kernel"
+	"hydrofoil.dev/foil/internal/worker/gate/journal"
 )
 
 // staleNumber is a number under which events of an earlier daemon wait,
@@ -21,9 +22,9 @@ type staleNumber struct {
 	answers int  // events that wait for an answer under this number
 	deny    bool // one of them must fail; so all do
 	slots   []int
-	owned   bool          // the number is a descriptor of the gate, to be closed
-	shared  bool          // it could not be occupied: new events can have it too
-	waiting []journalSlot // not resumed yet
+	owned   bool           // the number is a descriptor of the gate, to be closed
+	shared  bool           // it could not be occupied: new events can have it too
+	waiting []journal.Slot // not resumed yet
 }
 
 // Takeover goes on with the gate that an earlier daemon left with the keeper;
@@ -47,26 +48,26 @@ func Takeover(ctx context.Context, o Options) (*Fanotify, error) {
 		log = slog.Default()
 	}
 	var (
-		j     *journal
+		j     *journal.Journal
 		old   uint64 = maxNumber
-		taken []journalSlot
+		taken []journal.Slot
 	)
 	if f := o.Held[KeptJournal]; f == nil {
 		err = errors.New("the keeper has none")
 	} else {
-		j, old, taken, err = openJournal(f)
+		j, old, taken, err = journal.Open(f, minSlots)
 	}
 	if err != nil {
 		// All that is lost is which ranges the unanswered reads want: they
 		// fail with EIO, and everything after them goes on.
 		log.Warn("gate journal is lost: reads that wait now fail with EIO", "err", err)
 		old, taken = maxNumber, nil
-		if j, err = newJournal(max(limit, old)); err != nil {
+		if j, err = journal.New(max(limit, old)); err != nil {
 			return nil, err
 		}
 	}
 	limit = max(limit, old)
-	j.setLimit(limit)
+	j.SetLimit(limit)
 	g, err := newFanotify(group, j, limit, o)
 	if err != nil {
 		return nil, err
@@ -100,14 +101,14 @@ func checkGroup(f *os.File) error {
 }
 
 // inherit does steps 2 and 3 of a takeover.
-func (g *Fanotify) inherit(limit uint64, taken []journalSlot) error {
+func (g *Fanotify) inherit(limit uint64, taken []journal.Slot) error {
 	noted := make(map[int32]bool, len(taken))
 	for _, s := range taken {
-		noted[s.number] = true
+		noted[s.Number] = true
 	}
 	for _, s := range taken {
-		if s.shared {
-			noted[s.number] = false
+		if s.Shared {
+			noted[s.Number] = false
 		}
 	}
 	denied := 0
@@ -132,11 +133,11 @@ func (g *Fanotify) inherit(limit uint64, taken []journalSlot) error {
 		g.log.Warn("reads failed with EIO: the last daemon died before it noted them", "reads", denied)
 	}
 	for _, s := range taken {
-		if !noted[s.number] {
-			g.journal.free(s.slot)
+		if !noted[s.Number] {
+			g.journal.Free(s.Index)
 		}
 	}
-	taken = slices.DeleteFunc(taken, func(s journalSlot) bool { return !noted[s.number] })
+	taken = slices.DeleteFunc(taken, func(s journal.Slot) bool { return !noted[s.Number] })
 
 	null, err := unix.Open(os.DevNull, unix.O_RDONLY|unix.O_CLOEXEC, 0)
 	if err != nil {
@@ -144,24 +145,24 @@ func (g *Fanotify) inherit(limit uint64, taken []journalSlot) error {
 	}
 	slotTaken := make(map[int]bool, len(taken))
 	for _, s := range taken {
-		slotTaken[s.slot] = true
-		sn := g.stale[s.number]
+		slotTaken[s.Index] = true
+		sn := g.stale[s.Number]
 		if sn == nil {
-			sn = &staleNumber{number: s.number}
-			g.stale[s.number] = sn
-			if sn.owned, err = occupy(null, s.number); err != nil {
-				return fmt.Errorf("take over gate: occupy number %d: %w", s.number, err)
+			sn = &staleNumber{number: s.Number}
+			g.stale[s.Number] = sn
+			if sn.owned, err = occupy(null, s.Number); err != nil {
+				return fmt.Errorf("take over gate: occupy number %d: %w", s.Number, err)
 			}
 			if sn.shared = !sn.owned; sn.shared {
 				g.nShared.Add(1)
 			}
 		}
 		if sn.shared {
-			g.journal.share(s.slot)
+			g.journal.Share(s.Index)
 		}
 		sn.open++
 		sn.answers++
-		sn.slots = append(sn.slots, s.slot)
+		sn.slots = append(sn.slots, s.Index)
 		sn.waiting = append(sn.waiting, s)
 	}
 	if g.stale[int32(null)] == nil {
@@ -170,7 +171,7 @@ func (g *Fanotify) inherit(limit uint64, taken []journalSlot) error {
 	free := g.freeSlots[:0]
 	for _, i := range g.freeSlots {
 		if !slotTaken[i] {
-			g.journal.free(i) // it may hold what parseJournal would not believe
+			g.journal.Free(i) // it may hold what package journal would not believe
 			free = append(free, i)
 		}
 	}
@@ -210,14 +211,14 @@ func (g *Fanotify) resume(a *guarded) {
 	for _, sn := range g.stale {
 		keep := sn.waiting[:0]
 		for _, s := range sn.waiting {
-			if s.inode != a.inode {
+			if s.Inode != a.inode {
 				keep = append(keep, s)
 				continue
 			}
 			// They had slots in the daemon before, which let no arena have too many.
 			g.slots.taken++
 			a.waiting++
-			g.waitLocked(a, pendingEvent{record: s.record, slot: s.slot, stale: sn})
+			g.waitLocked(a, pendingEvent{Record: s.Record, slot: s.Index, stale: sn})
 		}
 		sn.waiting = keep
 	}
@@ -240,7 +241,7 @@ func (g *Fanotify) decideStaleLocked(sn *staleNumber, allow bool) {
 		g.nShared.Add(-1)
 	}
 	for _, slot := range sn.slots {
-		g.journal.free(slot)
+		g.journal.Free(slot)
 		g.releaseSlotLocked(slot)
 	}
 	if sn.owned {

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"hydrofoil.dev/foil/internal/worker/api"
+	"hydrofoil.dev/foil/internal/worker/ledger"
 	"hydrofoil.dev/foil/internal/worker/origin"
 	"hydrofoil.dev/foil/internal/worker/store"
 )
@@ -262,8 +263,8 @@ func (n *Node) plan(ctx context.Context, d store.Space, limit Limit) (*plan, err
 		chain := r.ChainID().String()
 		switch {
 		case named[r.Key()] != "" || r.Used() || r.Filler() != nil:
-		case l.Open(r):
-			p.items = append(p.items, api.GCItem{Kind: "rootfs", Name: chain, Bytes: l.Size[r], Why: "no image names it, but a process or container has it open"})
+		case l.Of(r).Open:
+			p.items = append(p.items, api.GCItem{Kind: "rootfs", Name: chain, Bytes: l.Of(r).Size, Why: "no image names it, but a process or container has it open"})
 		default:
 			p.step(l, gone, r, api.GCItem{Kind: "rootfs", Name: chain, Why: "no image names it"})
 		}
@@ -285,7 +286,7 @@ func (n *Node) plan(ctx context.Context, d store.Space, limit Limit) (*plan, err
 	}
 	for _, r := range l.All {
 		if why := stays[r]; why != "" && !gone[r] {
-			p.items = append(p.items, api.GCItem{Kind: "image", Name: n.Image(r.Key()), Bytes: l.Size[r], Why: why})
+			p.items = append(p.items, api.GCItem{Kind: "image", Name: n.Image(r.Key()), Bytes: l.Of(r).Size, Why: why})
 		}
 	}
 	for _, r := range append(slices.DeleteFunc(slices.Clone(l.All), func(r *store.Rootfs) bool { return !gone[r] }), l.Lent...) {
@@ -302,7 +303,7 @@ func (n *Node) plan(ctx context.Context, d store.Space, limit Limit) (*plan, err
 }
 
 // step notes that r goes, and what that frees.
-func (p *plan) step(l *store.Ledger, gone map[*store.Rootfs]bool, r *store.Rootfs, item api.GCItem) {
+func (p *plan) step(l *ledger.Ledger, gone map[*store.Rootfs]bool, r *store.Rootfs, item api.GCItem) {
 	before := l.Remains(gone)
 	gone[r] = true
 	item.Goes, item.Bytes = true, before-l.Remains(gone)

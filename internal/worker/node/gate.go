@@ -40,7 +40,7 @@ func (n *Node) openGate() (in store.Inherited, err error) {
 	}
 	n.gate, n.gateLost, n.loop = g, fresh, loop
 	in.GateLost = fresh
-	return in, n.noteConnection(dir)
+	return in, n.lock.Note(dir)
 }
 
 func (n *Node) holders() holders { return holders{n, n.opts.Store} }

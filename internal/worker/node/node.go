@@ -42,6 +42,7 @@ import (
 	"hydrofoil.dev/foil/internal/worker/prover"
 	"hydrofoil.dev/foil/internal/worker/pull"
 	"hydrofoil.dev/foil/internal/worker/remote"
+	"hydrofoil.dev/foil/internal/worker/rootlock"
 	"hydrofoil.dev/foil/internal/worker/servers"
 	"hydrofoil.dev/foil/internal/worker/store"
 	"hydrofoil.dev/foil/internal/worker/yield"
@@ -123,7 +124,7 @@ type Options struct {
 type Node struct {
 	opts    Options
 	log     *slog.Logger
-	lock    *os.File
+	lock    *rootlock.Lock
 	started time.Time
 	metrics *nodeMetrics
 
@@ -193,7 +194,7 @@ func New(opts Options) (_ *Node, err error) {
 	opts.Hosts.Logger = opts.Logger
 	n.hosts = hosts.New(opts.Hosts)
 	n.ctx, n.stop = context.WithCancelCause(context.Background())
-	if n.lock, err = lockRoot(filepath.Join(opts.Root, "lock"), n.log); err != nil {
+	if n.lock, err = rootlock.Take(opts.Root, n.log); err != nil {
 		return nil, err
 	}
 	defer func() {

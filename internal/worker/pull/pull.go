@@ -22,6 +22,7 @@ import (
 	"hydrofoil.dev/foil/internal/worker/share"
 	"hydrofoil.dev/foil/internal/worker/start"
 	"hydrofoil.dev/foil/internal/worker/store"
+	"hydrofoil.dev/foil/internal/worker/waits"
 )
 
 // Pull brings one image here. Its story: resolved, mounted, complete; or failed
@@ -43,7 +44,7 @@ type Pull struct {
 	stop    context.CancelCauseFunc
 	work    sync.WaitGroup // the mount, and the record of the image
 	start   *start.Start
-	waits   fetch.Waits     // reads that waited
+	waits   waits.List      // reads that waited
 	leases  store.Leases    // of what it uses
 	number  uint64          // of the Puller's pulls, in the order in which they began
 	shares  *share.Contents // what other pulls bring of its image

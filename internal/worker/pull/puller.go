@@ -28,6 +28,7 @@ import (
 	"hydrofoil.dev/foil/internal/worker/servers"
 	"hydrofoil.dev/foil/internal/worker/share"
 	"hydrofoil.dev/foil/internal/worker/store"
+	"hydrofoil.dev/foil/internal/worker/waits"
 	"hydrofoil.dev/foil/internal/worker/yield"
 )
 
@@ -88,8 +89,8 @@ type Puller struct {
 	offered  map[string]*Pull // that nobody has claimed yet, by the reference that will
 	blocked  map[string]bool  // references of which no pull may begin
 	retries  map[string]*retry
-	finished []*fetch.Waits // of pulls that have ended, the last keptWaits
-	ended    []*Pull        // of references that named no image then; the last keptPulls
+	finished []*waits.List // of pulls that have ended, the last keptWaits
+	ended    []*Pull       // of references that named no image then; the last keptPulls
 }
 
 // Causes for which a pull is stopped. Reads that wait for it go on waiting.

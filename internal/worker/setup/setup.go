@@ -25,6 +25,7 @@ import (
 	"hydrofoil.dev/foil/internal/worker/mirror"
 	"hydrofoil.dev/foil/internal/worker/node"
 	"hydrofoil.dev/foil/internal/worker/origin"
+	"hydrofoil.dev/foil/internal/worker/rootlock"
 )
 
 // Options are settings of foil node, as its flags have them.
@@ -51,7 +52,7 @@ type finding = containerd.Finding
 // Check looks at everything.
 func Check(ctx context.Context, o Options) []finding {
 	named, list := checkHosts(ctx, o)
-	if why := node.Hanging(o.Root); why != "" {
+	if why := rootlock.Hanging(o.Root); why != "" {
 		list = append(list, finding{Name: "daemon", State: containerd.Wrong, Detail: why, Fix: "start the daemon: it ends that connection"})
 	}
 	if f, ok := checkMirror(ctx, o, named); ok {

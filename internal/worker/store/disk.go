@@ -1,8 +1,8 @@
 package store
 
 import (
-	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -13,6 +13,7 @@ import (
 
 	"hydrofoil.dev/foil/internal/kernel"
 	"hydrofoil.dev/foil/internal/worker/arena"
+	"hydrofoil.dev/foil/internal/worker/ledger"
 	"hydrofoil.dev/foil/internal/worker/origin"
 )
 
@@ -196,92 +197,26 @@ func DirSize(path string) (size int64) {
 	return size
 }
 
-// Ledger knows what every directory takes and who needs what of it, so that it
-// can be said what remains when some rootfs go.
-type Ledger struct {
-	All    []*Rootfs         // that can be mounted, by ID
-	Lent   []*Rootfs         // lenders, by ID
-	Size   map[*Rootfs]int64 // bytes its directory takes
-	needed map[*Rootfs]map[*Rootfs][]arena.Range
-	blind  map[*Rootfs]bool // it is not known what somebody needs of it
-	open   map[*Rootfs]bool // the kernel has it mounted somewhere
-}
-
 // Ledger looks at everything that is here.
-func (s *Store) Ledger(ctx context.Context) (*Ledger, error) {
+func (s *Store) Ledger(ctx context.Context) (*ledger.Ledger, error) {
 	s.layout.Lock()
 	defer s.layout.Unlock()
-	l := &Ledger{
-		All: s.List(), Lent: s.lenders(), Size: make(map[*Rootfs]int64),
-		needed: make(map[*Rootfs]map[*Rootfs][]arena.Range), blind: make(map[*Rootfs]bool), open: make(map[*Rootfs]bool),
-	}
-	for _, r := range append(slices.Clone(l.All), l.Lent...) {
-		if err := ctx.Err(); err != nil {
-			return nil, err
-		}
-		l.Size[r], _ = usage(r.Dir())
-		l.open[r] = r.Mount().Mounted() || r.IsOpen()
-		l.needed[r] = make(map[*Rootfs][]arena.Range)
-		for _, b := range s.borrowers(r) {
-			keep, err := needed(r, []*Rootfs{b})
-			if err != nil {
-				l.blind[r] = true
+	l := new(ledger.Ledger)
+	enter := func(list []*Rootfs, lends bool) error {
+		for _, r := range list {
+			if err := ctx.Err(); err != nil {
+				return err
 			}
-			if len(keep) == 0 {
-				keep = []arena.Range{{}} // it is a borrower all the same
+			e := ledger.Entry{Open: r.Mount().Mounted() || r.IsOpen(), Needed: make(map[*Rootfs][]arena.Range)}
+			e.Size, _ = usage(r.Dir())
+			for _, b := range s.borrowers(r) {
+				keep, err := needed(r, []*Rootfs{b})
+				e.Blind = e.Blind || err != nil
+				e.Needed[b] = keep
 			}
-			l.needed[r][b] = keep
+			l.Enter(r, lends, e)
 		}
+		return nil
 	}
-	return l, nil
-}
-
-// Open reports whether a process or container has r open.
-func (l *Ledger) Open(r *Rootfs) bool { return l.open[r] }
-
-// Borrowers lists who needs something of an arena, and is not gone.
-func (l *Ledger) Borrowers(r *Rootfs, gone map[*Rootfs]bool) (list []*Rootfs) {
-	for b := range l.needed[r] {
-		if !gone[b] {
-			list = append(list, b)
-		}
-	}
-	return list
-}
-
-// Remains returns what directories take when those that are gone are.
-func (l *Ledger) Remains(gone map[*Rootfs]bool) (total int64) {
-	for _, r := range l.All {
-		if !gone[r] {
-			total += l.Size[r]
-		} else {
-			total += l.Lends(r, gone)
-		}
-	}
-	for _, r := range l.Lent {
-		total += l.Lends(r, gone)
-	}
-	return total
-}
-
-// Lends returns what of an arena those need who are not gone, in whole blocks.
-func (l *Ledger) Lends(r *Rootfs, gone map[*Rootfs]bool) int64 {
-	var all []arena.Range
-	for b, need := range l.needed[r] {
-		if !gone[b] {
-			all = append(all, need...)
-		}
-	}
-	if len(all) == 0 {
-		return 0
-	}
-	if l.blind[r] {
-		return l.Size[r]
-	}
-	slices.SortFunc(all, func(a, b arena.Range) int { return cmp.Compare(a.Off, b.Off) })
-	var total int64
-	for _, k := range slices.Compact(all) {
-		total += (k.Len + arena.BlockSize - 1) / arena.BlockSize * arena.BlockSize
-	}
-	return min(total, l.Size[r])
+	return l, errors.Join(enter(s.List(), false), enter(s.lenders(), true))
 }

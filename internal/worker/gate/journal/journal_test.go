@@ -1,4 +1,4 @@
-package gate
+package journal
 
 import (
 	"bytes"
@@ -10,26 +10,27 @@ import (
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
+	"golang.org/x/sys/unix"
 	"pgregory.net/rapid"
 )
 
 var update = flag.Bool("update", false, "rewrite the golden files")
 
-func emptyJournal(slots int) *journal {
-	j := &journal{mem: make([]byte, journalHeaderSize+slots*journalSlotSize)}
-	formatJournal(j.mem, 65536)
+func empty(slots int) *Journal {
+	j := &Journal{mem: make([]byte, headerSize+slots*slotSize)}
+	format(j.mem, 65536)
 	return j
 }
 
-func TestJournalGolden(t *testing.T) {
+func TestGolden(t *testing.T) {
 	if binary.NativeEndian.Uint16([]byte{1, 0}) != 1 {
 		t.Skip("the golden file is of a little-endian machine")
 	}
-	j := emptyJournal(4)
-	j.take(1, record{inode: inode{0x0801, 1234567}, off: 4096, n: 131072, number: 42}, false)
-	j.take(2, record{inode: inode{math.MaxUint64, 1}, off: math.MaxInt64, n: 0, number: math.MaxInt32}, true)
-	j.take(3, record{number: 7}, false)
-	j.free(3)
+	j := empty(4)
+	j.Take(1, Record{Inode: Inode{0x0801, 1234567}, Off: 4096, N: 131072, Number: 42}, false)
+	j.Take(2, Record{Inode: Inode{math.MaxUint64, 1}, Off: math.MaxInt64, N: 0, Number: math.MaxInt32}, true)
+	j.Take(3, Record{Number: 7}, false)
+	j.Free(3)
 	golden := filepath.Join("testdata", "journal.v1")
 	if *update {
 		if err := os.WriteFile(golden, j.mem, 0o644); err != nil {
@@ -43,20 +44,20 @@ func TestJournalGolden(t *testing.T) {
 	if !bytes.Equal(j.mem, want) {
 		t.Errorf("journal differs from %s:\n% x", golden, j.mem)
 	}
-	limit, taken, err := parseJournal(want)
+	limit, taken, err := parse(want)
 	if err != nil {
 		t.Fatal(err)
 	}
-	wantTaken := []journalSlot{
-		{1, record{inode{0x0801, 1234567}, 4096, 131072, 42}, false},
-		{2, record{inode{math.MaxUint64, 1}, math.MaxInt64, 0, math.MaxInt32}, true},
+	wantTaken := []Slot{
+		{1, Record{Inode{0x0801, 1234567}, 4096, 131072, 42}, false},
+		{2, Record{Inode{math.MaxUint64, 1}, math.MaxInt64, 0, math.MaxInt32}, true},
 	}
-	if diff := cmp.Diff(wantTaken, taken, cmp.AllowUnexported(journalSlot{}, record{}, inode{})); diff != "" || limit != 65536 {
+	if diff := cmp.Diff(wantTaken, taken); diff != "" || limit != 65536 {
 		t.Errorf("limit %d, slots (-want +got):\n%s", limit, diff)
 	}
 }
 
-func TestJournalRefuses(t *testing.T) {
+func TestRefuses(t *testing.T) {
 	ne := binary.NativeEndian
 	for name, change := range map[string]func(b []byte) []byte{
 		"empty":    func(b []byte) []byte { return nil },
@@ -66,7 +67,7 @@ func TestJournalRefuses(t *testing.T) {
 		"too long": func(b []byte) []byte { return append(b, 0) },
 		"limit":    func(b []byte) []byte { ne.PutUint64(b[16:], math.MaxUint64); return b },
 	} {
-		if _, _, err := parseJournal(change(emptyJournal(3).mem)); err == nil {
+		if _, _, err := parse(change(empty(3).mem)); err == nil {
 			t.Errorf("%s: no error", name)
 		}
 	}
@@ -77,73 +78,74 @@ func TestJournalRefuses(t *testing.T) {
 		"offset": func(s []byte) { ne.PutUint64(s[16:], 1<<63) },
 		"count":  func(s []byte) { ne.PutUint64(s[24:], math.MaxInt64) },
 	} {
-		j := emptyJournal(1)
-		j.take(0, record{off: 4096, n: 4096, number: 3}, false)
-		change(j.mem[journalHeaderSize:])
-		if _, taken, err := parseJournal(j.mem); err != nil || len(taken) != 0 {
+		j := empty(1)
+		j.Take(0, Record{Off: 4096, N: 4096, Number: 3}, false)
+		change(j.mem[headerSize:])
+		if _, taken, err := parse(j.mem); err != nil || len(taken) != 0 {
 			t.Errorf("%s: %v, %v", name, taken, err)
 		}
 	}
 }
 
 // TestJournalModel: what a journal holds is what was taken and not freed.
-func TestJournalModel(t *testing.T) {
+func TestModel(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		slots := rapid.IntRange(1, 20).Draw(t, "slots")
-		j := emptyJournal(slots)
-		model := make([]*journalSlot, slots)
+		j := empty(slots)
+		model := make([]*Slot, slots)
 		for range rapid.IntRange(0, 50).Draw(t, "steps") {
 			slot := rapid.IntRange(0, slots-1).Draw(t, "slot")
 			if model[slot] != nil {
-				j.free(slot)
+				j.Free(slot)
 				model[slot] = nil
 				continue
 			}
 			off := rapid.Int64Range(0, math.MaxInt64).Draw(t, "off")
-			r := record{
-				inode:  inode{rapid.Uint64().Draw(t, "dev"), rapid.Uint64().Draw(t, "ino")},
-				off:    off,
-				n:      rapid.Int64Range(0, math.MaxInt64-off).Draw(t, "n"),
-				number: rapid.Int32Range(0, math.MaxInt32).Draw(t, "number"),
+			r := Record{
+				Inode:  Inode{rapid.Uint64().Draw(t, "dev"), rapid.Uint64().Draw(t, "ino")},
+				Off:    off,
+				N:      rapid.Int64Range(0, math.MaxInt64-off).Draw(t, "n"),
+				Number: rapid.Int32Range(0, math.MaxInt32).Draw(t, "number"),
 			}
 			shared := rapid.Bool().Draw(t, "shared")
-			j.take(slot, r, shared)
-			model[slot] = &journalSlot{slot, r, shared}
+			j.Take(slot, r, shared)
+			model[slot] = &Slot{slot, r, shared}
 		}
-		var want []journalSlot
+		var want []Slot
 		for _, s := range model {
 			if s != nil {
 				want = append(want, *s)
 			}
 		}
-		_, got, err := parseJournal(j.mem)
+		_, got, err := parse(j.mem)
 		if err != nil {
 			t.Fatal(err)
 		}
-		if diff := cmp.Diff(want, got, cmp.AllowUnexported(journalSlot{}, record{}, inode{})); diff != "" {
+		if diff := cmp.Diff(want, got); diff != "" {
 			t.Fatalf("(-want +got):\n%s", diff)
 		}
 	})
 }
 
-func TestJournalOpen(t *testing.T) {
-	j, err := newJournal(20000)
+func TestOpen(t *testing.T) {
+	j, err := New(20000)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer j.close()
-	want := record{inode: inode{1, 2}, off: 3, n: 4, number: 5}
-	j.take(100, want, false)
-	f, err := duplicate(int(j.file.Fd()), "journal")
+	defer j.Close()
+	want := Record{Inode: Inode{1, 2}, Off: 3, N: 4, Number: 5}
+	j.Take(100, want, false)
+	fd, err := unix.FcntlInt(j.file.Fd(), unix.F_DUPFD_CLOEXEC, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
-	j2, limit, taken, err := openJournal(f)
+	f := os.NewFile(uintptr(fd), "journal")
+	j2, limit, taken, err := Open(f, 1)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer j2.close()
-	if limit != 20000 || len(taken) != 1 || taken[0] != (journalSlot{100, want, false}) {
+	defer j2.Close()
+	if limit != 20000 || len(taken) != 1 || taken[0] != (Slot{100, want, false}) {
 		t.Errorf("limit %d, slots %v", limit, taken)
 	}
 	// One that could be cut off under the mapping is refused.
@@ -155,35 +157,35 @@ func TestJournalOpen(t *testing.T) {
 	if _, err := plain.Write(j.mem); err != nil {
 		t.Fatal(err)
 	}
-	if _, _, _, err := openJournal(plain); err == nil {
+	if _, _, _, err := Open(plain, 1); err == nil {
 		t.Error("a plain file was mapped as a journal")
 	}
 }
 
-func FuzzParseJournal(f *testing.F) {
-	j := emptyJournal(3)
-	j.take(1, record{inode: inode{1, 2}, off: 4096, n: 4096, number: 17}, false)
+func FuzzParse(f *testing.F) {
+	j := empty(3)
+	j.Take(1, Record{Inode: Inode{1, 2}, Off: 4096, N: 4096, Number: 17}, false)
 	f.Add(j.mem)
-	f.Add(j.mem[:journalHeaderSize])
-	f.Add([]byte(journalMagic))
+	f.Add(j.mem[:headerSize])
+	f.Add([]byte(magic))
 	f.Fuzz(func(t *testing.T, b []byte) {
-		_, taken, err := parseJournal(b)
+		_, taken, err := parse(b)
 		if err != nil {
 			return
 		}
-		again := &journal{mem: make([]byte, len(b))}
-		formatJournal(again.mem, 0)
+		again := &Journal{mem: make([]byte, len(b))}
+		format(again.mem, 0)
 		for _, s := range taken {
-			if s.off < 0 || s.n < 0 || s.off+s.n < 0 || s.number < 0 {
+			if s.Off < 0 || s.N < 0 || s.Off+s.N < 0 || s.Number < 0 {
 				t.Fatalf("slot out of range: %+v", s)
 			}
-			again.take(s.slot, s.record, s.shared)
+			again.Take(s.Index, s.Record, s.Shared)
 		}
-		_, got, err := parseJournal(again.mem)
+		_, got, err := parse(again.mem)
 		if err != nil {
 			t.Fatal(err)
 		}
-		if diff := cmp.Diff(taken, got, cmp.AllowUnexported(journalSlot{}, record{}, inode{})); diff != "" {
+		if diff := cmp.Diff(taken, got); diff != "" {
 			t.Fatalf("(-first +again):\n%s", diff)
 		}
 	})

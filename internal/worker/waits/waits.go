@@ -1,4 +1,5 @@
-package fetch
+// Package waits remembers reads that had to wait for absent blocks.
+package waits
 
 import (
 	"slices"
@@ -6,9 +7,9 @@ import (
 	"time"
 )
 
-// MaxWaits is how many reads that waited are remembered: the first ones, since
+// Most is how many reads that waited are remembered: the first ones, since
 // what a start waited for is what one wants to know.
-const MaxWaits = 256
+const Most = 256
 
 // Wait is one read that had to wait.
 type Wait struct {
@@ -26,10 +27,10 @@ type Wait struct {
 	Err      error
 }
 
-// Waits counts reads that waited, of one pull after the other, and keeps the
+// List counts reads that waited, of one pull after the other, and keeps the
 // first ones: some 25 KB of memory at most. The zero value has none. It is safe for
 // concurrent use.
-type Waits struct {
+type List struct {
 	mu    sync.Mutex
 	count int64 // of those that have ended
 	took  time.Duration
@@ -39,8 +40,8 @@ type Waits struct {
 	full  bool // none is remembered any more
 }
 
-// begin notes a read that waits, and returns its place in first; -1: it has none.
-func (w *Waits) begin(one Wait) int {
+// Begin notes a read that waits, and returns its place in the list; -1: it has none.
+func (w *List) Begin(one Wait) int {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.full {
@@ -48,12 +49,12 @@ func (w *Waits) begin(one Wait) int {
 	}
 	one.Waiting = true
 	w.first = append(w.first, one)
-	w.full = len(w.first) == MaxWaits
+	w.full = len(w.first) == Most
 	return len(w.first) - 1
 }
 
-// end notes that it waits no more.
-func (w *Waits) end(i int, one Wait) {
+// End notes that it waits no more.
+func (w *List) End(i int, one Wait) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.count++
@@ -70,7 +71,7 @@ func (w *Waits) end(i int, one Wait) {
 }
 
 // Total returns how many reads have waited, and for how long in sum.
-func (w *Waits) Total() (count int64, took time.Duration) {
+func (w *List) Total() (count int64, took time.Duration) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return w.count, w.took
@@ -78,7 +79,7 @@ func (w *Waits) Total() (count int64, took time.Duration) {
 
 // Longest returns the longest wait, of which Took and Bound say how long it was and should have been
 // at most, and how many reads took more than twice their bound. Reads that wait still count.
-func (w *Waits) Longest() (longest Wait, over int64) {
+func (w *List) Longest() (longest Wait, over int64) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	longest, over = w.worst, w.over
@@ -97,9 +98,9 @@ func (w *Waits) Longest() (longest Wait, over int64) {
 	return longest, over
 }
 
-// First returns the first reads that had to wait, at most MaxWaits, in the order
+// First returns the first reads that had to wait, at most Most, in the order
 // in which they began to; some may wait still.
-func (w *Waits) First() []Wait {
+func (w *List) First() []Wait {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	list := slices.Clone(w.first)
@@ -112,7 +113,7 @@ func (w *Waits) First() []Wait {
 }
 
 // Forget frees what is remembered of each read; their number stays.
-func (w *Waits) Forget() {
+func (w *List) Forget() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.first, w.full = nil, true
