@@ -217,8 +217,10 @@ func runNode(cmd *cobra.Command, f *nodeFlags) (err error) {
 	// often as usual. But not within the first 48 MiB, which the start of a large
 	// image makes in a moment: it would be collected several times meanwhile, on
 	// the processors that the start needs, and is given back when a pull has
-	// ended. What keeps it from that is half of an allocation that nobody
-	// touches, and that has no memory therefore.
+	// ended. An allocation that is never touched keeps the collector away; it takes
+	// no memory. With Go's own settings (GOGC=100) a start of redis takes 1.086 times
+	// as long (95%: 1.057 to 1.100): 28 pairs, no delay and no limit on the link,
+	// page caches dropped.
 	if os.Getenv("GOGC") == "" {
 		debug.SetGCPercent(50)
 		untouched := make([]byte, 96<<20)

@@ -4,8 +4,6 @@ import (
 	"context"
 	"errors"
 	"log/slog"
-	"os"
-	"runtime"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -18,15 +16,6 @@ import (
 	"hydrofoil.dev/foil/internal/server/serve"
 	"hydrofoil.dev/foil/internal/server/upstream"
 )
-
-// touch gets as many bytes of memory from the kernel, page by page, and leaves them to the
-// collector: the first pull need not wait for that.
-func touch(bytes int) {
-	for b := make([]byte, bytes); len(b) > 0; b = b[min(len(b), os.Getpagesize()):] {
-		b[0] = 1
-	}
-	runtime.GC()
-}
 
 // Values of --upstream-credentials.
 const (
@@ -156,14 +145,6 @@ func (f *serveFlags) check() error {
 // runServe is the server, until it is told to end.
 func runServe(cmd *cobra.Command, f *serveFlags) error {
 	f.opts.Log = slog.New(slog.NewTextHandler(cmd.ErrOrStderr(), &slog.HandlerOptions{Level: f.level}))
-	// What a few pulls make is not collected while they are served: a worker waits
-	// for the processor time of that. As much is let come that nobody touches, and that has
-	// no memory therefore; besides it, garbage is collected as usual.
-	if os.Getenv("GOGC") == "" {
-		untouched := make([]byte, 64<<20)
-		defer runtime.KeepAlive(untouched)
-		touch(16 << 20)
-	}
 	if f.audit != "" {
 		audit, err := openAudit(cmd.OutOrStdout(), f.audit)
 		if err != nil {
@@ -182,13 +163,6 @@ func runServe(cmd *cobra.Command, f *serveFlags) error {
 		end()
 		_ = all.Wait()
 	}()
-	all.Go(func() error {
-		// Else the first pull after quiet hours waits for the disk, page by page.
-		if err := kernel.HoldProgram(); err != nil {
-			f.opts.Log.Debug("keep the program in memory; a pull may wait for the disk", "error", err)
-		}
-		return nil
-	})
 	if f.metrics != metrics.Off {
 		serveMetrics(ctx, &all, f.metrics, f.opts.Log, s.Metrics())
 	}

@@ -17,6 +17,9 @@ const selfPath = "/proc/self/exe"
 // process of the same program then begins without waiting for the disk. The memory is
 // the page cache's; under pressure the kernel takes it like any program's.
 //
+// After page caches were dropped, a start of redis takes 1.116 times as long (95%: 1.075 to 1.138) if the daemon
+// does not call it: 28 pairs, no delay and no limit on the link. While they are warm it makes no difference.
+//
 // The process has copies of pages that it has written to, of variables with initial
 // values. Those of the file are mapped beside them, until the process ends: it is
 // called once.
