@@ -84,6 +84,9 @@ func (n *Node) mayStart(ctx context.Context, r *store.Rootfs, image string, w co
 		return store.MayStart(r, image, n.prover.State(r).Why, n.opts.ProveWithin)
 	}
 	n.log.Info("a container waits until its image is proven", "ref", image, "proof", n.prover.State(r), "reason", why)
+	if p := n.pulls.Get(image); p != nil {
+		p.Whole()
+	}
 	err := n.awaitFirst(ctx, r, image, w)
 	if img := n.images.Get(image); err == nil && img != nil && r.Lying(img.Digest) != "" {
 		return notLayers(image, r.Lying(img.Digest)) // that was found out meanwhile

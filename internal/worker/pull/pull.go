@@ -284,6 +284,9 @@ func (p *Pull) streamFrom(host hosts.Host, more bool, reference string, have []b
 	p.nowAsked()
 	p.mu.Lock()
 	p.stream = f
+	if p.start.IsWhole() { // it may have been told so meanwhile
+		f.Release()
+	}
 	if p.source = f; elsewhere != nil {
 		p.source = p.shares.Source(f)
 	}

@@ -31,6 +31,23 @@ func (p *Pull) Ready() {
 	}
 }
 
+// Whole tells that no container begins on the image before all of it is here: nothing is held back, or put off for what
+// else runs.
+func (p *Pull) Whole() {
+	if !p.start.Whole() {
+		return // each of two may be behind the other while they change places
+	}
+	p.mu.Lock()
+	behind := p.behind
+	if p.stream != nil {
+		p.stream.Release()
+	}
+	p.mu.Unlock()
+	if behind != nil {
+		behind.Whole()
+	}
+}
+
 // mostJoined bounds the services that join one pull.
 const mostJoined = 64
 
@@ -68,6 +85,9 @@ func (p *Pull) waitBehind(other *Pull) {
 	p.behind = other
 	services := append([]service{{p.req.Entrypoint, p.req.Args}}, p.joined...)
 	p.mu.Unlock()
+	if other != nil && p.start.IsWhole() {
+		other.Whole()
+	}
 	if other == nil || !p.wantsSet() {
 		return
 	}

@@ -17,9 +17,11 @@ const (
 const HoldAfter = 100 * time.Millisecond
 
 // Awaited reports whether somebody may wait for a service to become ready: what arrives of the image may be what
-// it waits for.
+// it waits for. It is, for one that begins when all of it is here.
 func (s *Start) Awaited() bool {
 	switch {
+	case s.IsWhole():
+		return true
 	case s.isReady():
 		return false
 	case s.opts.Probed:
@@ -30,11 +32,18 @@ func (s *Start) Awaited() bool {
 	return false
 }
 
+// Whole tells that no container begins before all of the image is here: nothing is held back for a start. It
+// reports whether that is new.
+func (s *Start) Whole() (first bool) { return !s.whole.Swap(true) }
+
+// IsWhole reports whether Whole was called.
+func (s *Start) IsWhole() bool { return s.whole.Load() }
+
 // Hold is how long the server is to hold back what is not of the startup set: not at
 // all when nothing is about to be started, or somebody has said that it is ready.
 func (s *Start) Hold() time.Duration {
 	switch {
-	case s.isReady():
+	case s.isReady() || s.IsWhole():
 		return 0
 	case s.opts.Probed:
 		return holdProbed

@@ -26,6 +26,10 @@ func TestHoldFor(t *testing.T) {
 		if got := s.Hold(); got != c.want {
 			t.Errorf("%s: %v, want %v", name, got, c.want)
 		}
+		s.Whole()
+		if got := s.Hold(); got != 0 {
+			t.Errorf("%s, which begins when all of the image is here: %v", name, got)
+		}
 	}
 }
 
@@ -53,6 +57,10 @@ func TestAwaited(t *testing.T) {
 			}
 			if got := s.Awaited(); got != c.want {
 				t.Errorf("%s: %v", name, got)
+			}
+			s.Whole()
+			if !s.Awaited() {
+				t.Errorf("%s, which begins when all of the image is here: nobody waits for it", name)
 			}
 		})
 	}

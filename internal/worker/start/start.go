@@ -11,6 +11,7 @@ import (
 	"context"
 	"log/slog"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"hydrofoil.dev/foil/internal/format/toc"
@@ -53,6 +54,7 @@ type Start struct {
 	work  sync.WaitGroup
 	// reads are those of work that read pages.
 	reads sync.WaitGroup
+	whole atomic.Bool // see Whole
 
 	mu    locks.Mutex[locks.Leaf]
 	ended bool          // nothing is begun any more
