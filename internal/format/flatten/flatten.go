@@ -37,8 +37,9 @@
 // Whoever has the same layers gets an equal TOC. So a change of these rules, or
 // of how package layer reads entries, after which some layers give another TOC,
 // is a new Version, which every TOC names (toc.TOC.Rules). Workers compare by
-// the version of the TOC, so what old TOCs were made by stays. What archive/tar
-// makes of a stream is part of the rules: look at its changes before a new Go.
+// the version of the TOC (By), so what old TOCs were made by stays; testdata has
+// what each version makes of many layers. What archive/tar makes of a stream is
+// part of the rules: look at its changes before a new Go.
 package flatten
 
 import (
@@ -58,6 +59,9 @@ import (
 
 // Version is that of the rules by which Rootfs flattens.
 const Version = 1
+
+// released are the rules of each version, the first one first.
+var released = [Version]func(context.Context, []Layer) (*toc.File, error){flatten}
 
 // Layer is one layer to flatten.
 type Layer struct {
@@ -79,29 +83,49 @@ var ErrNoLayers = errors.New("an image without layers has no rootfs")
 // without any.
 func ChainID(diffIDs []digest.Digest) digest.Digest { return identity.ChainID(diffIDs) }
 
-// Rootfs replays the layers, bottom first, and returns the rootfs in
-// canonical order.
+// Rootfs is By with the newest rules.
+func Rootfs(ctx context.Context, layers []Layer) (*toc.TOC, error) { return By(ctx, Version, layers) }
+
+// ErrRules is returned, wrapped, for rules that this program does not have.
+var ErrRules = errors.New("unknown rules")
+
+// By replays the layers, bottom first, by the rules of a version, and returns the
+// rootfs in canonical order.
 //
-// Errors: ErrNoLayers; *layer.RefusedError when containerd would fail to unpack
-// a layer; those of Entries; ctx's.
-func Rootfs(ctx context.Context, layers []Layer) (*toc.TOC, error) {
+// Errors: ErrNoLayers; ErrRules; *layer.RefusedError when containerd would fail to
+// unpack a layer; those of Entries; ctx's.
+func By(ctx context.Context, rules uint8, layers []Layer) (*toc.TOC, error) {
 	if len(layers) == 0 {
 		return nil, ErrNoLayers
 	}
-	t := newTree()
+	if rules == 0 || int(rules) > len(released) {
+		return nil, fmt.Errorf("%w: version %d of how layers are flattened; this program has 1 to %d", ErrRules, rules, Version)
+	}
+	root, err := released[rules-1](ctx, layers)
+	if err != nil {
+		return nil, err
+	}
 	var diffIDs []digest.Digest
 	for _, l := range layers {
 		diffIDs = append(diffIDs, l.DiffID)
+	}
+	x, err := toc.Build(ChainID(diffIDs), root)
+	if err != nil {
+		return nil, err
+	}
+	x.Rules = rules
+	return x, nil
+}
+
+// flatten is the first version of the rules.
+func flatten(ctx context.Context, layers []Layer) (*toc.File, error) {
+	t := newTree()
+	for _, l := range layers {
 		if err := t.apply(ctx, l); err != nil {
 			return nil, err
 		}
 	}
-	x, err := toc.Build(ChainID(diffIDs), t.root)
-	if err != nil {
-		return nil, err
-	}
-	x.Rules = Version
-	return x, nil
+	return t.root, nil
 }
 
 // tree is the filesystem as the layers so far have made it.

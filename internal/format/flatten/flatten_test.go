@@ -5,16 +5,20 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"flag"
 	"fmt"
 	"io"
+	"maps"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/containerd/containerd/v2/pkg/archive"
 	"github.com/containerd/log"
+	"github.com/google/go-cmp/cmp"
 	"github.com/opencontainers/go-digest"
 	"pgregory.net/rapid"
 
@@ -25,6 +29,8 @@ import (
 	"hydrofoil.dev/foil/internal/format/toc"
 	"hydrofoil.dev/foil/internal/fstest"
 )
+
+var update = flag.Bool("update", false, "write golden files anew")
 
 func TestMain(m *testing.M) {
 	_ = log.SetLevel("error") // containerd tells of each attribute that it passes over
@@ -73,7 +79,14 @@ func readEntries(stream []byte) (entries, error) {
 }
 
 func flattened(streams [][]byte) (*toc.TOC, error) {
-	var layers []flatten.Layer
+	layers, err := layersOf(streams)
+	if err != nil {
+		return nil, err
+	}
+	return flatten.Rootfs(context.Background(), layers)
+}
+
+func layersOf(streams [][]byte) (layers []flatten.Layer, err error) {
 	for _, s := range streams {
 		list, err := readEntries(s)
 		if err != nil {
@@ -82,7 +95,7 @@ func flattened(streams [][]byte) (*toc.TOC, error) {
 		d := digest.FromBytes(s)
 		layers = append(layers, flatten.Layer{Digest: d, DiffID: d, Entries: &list})
 	}
-	return flatten.Rootfs(context.Background(), layers)
+	return layers, nil
 }
 
 // unpack is the oracle.
@@ -168,13 +181,16 @@ const capability = "\x01\x00\x00\x02\x00\x04\x00\x00\x00\x00\x00\x00\x00\x00\x00
 const acl = "\x02\x00\x00\x00" + "\x01\x00\x07\x00\xff\xff\xff\xff" + "\x02\x00\x06\x00\xe8\x03\x00\x00" +
 	"\x04\x00\x05\x00\xff\xff\xff\xff" + "\x10\x00\x07\x00\xff\xff\xff\xff" + "\x20\x00\x04\x00\xff\xff\xff\xff"
 
-func TestFlattenEqualsContainerd(t *testing.T) {
-	for name, tc := range map[string]struct {
-		layers []lt.Layer
-		has    []string // paths that must be there
-		hasNot []string
-		fails  bool
-	}{
+// example are layers, and what has to come of them.
+type example struct {
+	layers []lt.Layer
+	has    []string // paths that must be there
+	hasNot []string
+	fails  bool
+}
+
+func examples() map[string]example {
+	return map[string]example{
 		"whiteout": {
 			layers: []lt.Layer{{lt.Dir("d", 0o755), lt.File("d/x", 0o644, "1"), lt.File("d/y", 0o644, "2")}, {lt.Whiteout("d/x")}},
 			has:    []string{"d/y"}, hasNot: []string{"d/x", "d/.wh.x"},
@@ -259,7 +275,11 @@ func TestFlattenEqualsContainerd(t *testing.T) {
 		"names":                           {layers: []lt.Layer{{lt.Dir("./", 0o700), lt.File("./a//b", 0o644, "1"), lt.File("\xff\xfe", 0o644, ""), lt.File("a/"+strings.Repeat("long/", 100)+"x", 0o644, "1")}}, has: []string{"a/b"}},
 		"global header":                   {layers: []lt.Layer{{lt.File("pax_global_header", 0o644, "1")}, {{Header: tar.Header{Typeflag: tar.TypeXGlobalHeader, Name: "pax_global_header", PAXRecords: map[string]string{"comment": "c"}}}}}, hasNot: []string{"pax_global_header"}},
 		"empty layer":                     {layers: []lt.Layer{{}}},
-	} {
+	}
+}
+
+func TestFlattenEqualsContainerd(t *testing.T) {
+	for name, tc := range examples() {
 		t.Run(name, func(t *testing.T) {
 			if os.Getuid() != 0 {
 				t.Skip("unpacking layers needs root")
@@ -288,6 +308,73 @@ func TestFlattenEqualsContainerd(t *testing.T) {
 			}
 		})
 	}
+}
+
+// TestReleasedRules: what the rules of each version make of layers stays as it was when that was released. Workers prove by it
+// what an older server, or this one long ago, has flattened. With -update only the newest version's is written anew.
+func TestReleasedRules(t *testing.T) {
+	all := examples()
+	for rules := uint8(1); rules <= flatten.Version; rules++ {
+		var made strings.Builder
+		for _, name := range slices.Sorted(maps.Keys(all)) {
+			what := "refused"
+			layers, err := layersOf(streamsOf(t, all[name].layers))
+			if err == nil {
+				var x *toc.TOC
+				if x, err = flatten.By(t.Context(), rules, layers); err == nil && x.Rules != rules {
+					t.Errorf("%s: by rules %d, want %d", name, x.Rules, rules)
+				}
+				if err == nil {
+					what = treeDigest(x).Encoded()
+				}
+			}
+			if err != nil && !all[name].fails {
+				t.Errorf("%s: %v", name, err)
+			}
+			fmt.Fprintf(&made, "%s %s\n", what, name)
+		}
+		golden := filepath.Join("testdata", fmt.Sprintf("rules%d.txt", rules))
+		if *update && rules == flatten.Version {
+			if err := os.WriteFile(golden, []byte(made.String()), 0o666); err != nil {
+				t.Fatal(err)
+			}
+		}
+		want, err := os.ReadFile(golden)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if d := cmp.Diff(string(want), made.String()); d != "" {
+			t.Errorf("rules %d make other trees than when they were released: a change is a new Version (-want +got):\n%s", rules, d)
+		}
+	}
+	if len(released(t)) != flatten.Version {
+		t.Errorf("testdata has the rules of versions %v, the newest is %d", released(t), flatten.Version)
+	}
+	for _, rules := range []uint8{0, flatten.Version + 1} {
+		layers, err := layersOf(streamsOf(t, all["empty layer"].layers))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := flatten.By(t.Context(), rules, layers); !errors.Is(err, flatten.ErrRules) {
+			t.Errorf("by rules %d: %v", rules, err)
+		}
+	}
+}
+
+// released are the versions of rules that testdata has.
+func released(t *testing.T) []string {
+	list, err := filepath.Glob("testdata/rules*.txt")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return list
+}
+
+// treeDigest is of all that a tree is, however TOCs are encoded.
+func treeDigest(x *toc.TOC) digest.Digest {
+	h := digest.SHA256.Digester()
+	fmt.Fprintf(h.Hash(), "%+v", *x)
+	return h.Digest()
 }
 
 // Small alphabets make names meet.

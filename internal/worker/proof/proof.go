@@ -140,8 +140,8 @@ func (o *Options) check() error {
 			return fmt.Errorf("%w: that of layer %d is %q: %w", ErrNoDiffIDs, i+1, d, err)
 		}
 	}
-	if o.TOC.Rules != flatten.Version {
-		return fmt.Errorf("its table of contents was made by rules %d, this program flattens by %d: update foil on both sides, and pull the image again", o.TOC.Rules, flatten.Version)
+	if o.TOC.Rules > flatten.Version {
+		return fmt.Errorf("its server flattens layers by rules of version %d, which this program does not have: update foil here (%w)", o.TOC.Rules, flatten.ErrRules)
 	}
 	return nil
 }
@@ -237,7 +237,7 @@ func (p *prover) tree(ctx context.Context) error {
 		defer l.close()
 		layers[i] = flatten.Layer{Digest: p.Layers[i].Digest, DiffID: d, Entries: l}
 	}
-	made, err := flatten.Rootfs(ctx, layers)
+	made, err := flatten.By(ctx, p.TOC.Rules, layers)
 	if err != nil {
 		if errors.Is(err, layer.ErrBadList) {
 			return errors.Join(err, os.RemoveAll(p.Dir))

@@ -13,6 +13,7 @@ import (
 	"pgregory.net/rapid"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
+	"hydrofoil.dev/foil/internal/format/flatten"
 	"hydrofoil.dev/foil/internal/format/layer/layertest"
 	"hydrofoil.dev/foil/internal/format/recipe"
 	"hydrofoil.dev/foil/internal/format/toc"
@@ -243,6 +244,18 @@ func TestNoDiffIDs(t *testing.T) {
 		if err := Run(t.Context(), o); !errors.Is(err, ErrNoDiffIDs) {
 			t.Errorf("%s: %v", name, err)
 		}
+	}
+}
+
+// Rules that this program does not have are no lie of anybody's.
+func TestRulesOfANewerServer(t *testing.T) {
+	g := newRig(t, image()...)
+	o := g.options()
+	later := *o.TOC
+	later.Rules = flatten.Version + 1
+	o.TOC = &later
+	if err := Run(t.Context(), o); !errors.Is(err, flatten.ErrRules) || why(err) != "" || g.recipes > 0 {
+		t.Errorf("%v, %d recipes were asked for", err, g.recipes)
 	}
 }
 
