@@ -161,8 +161,7 @@ func (s *Server) layer(w http.ResponseWriter, r *http.Request) {
 	accept := s.accept
 	s.mu.Unlock()
 	if accept != nil && !accept(r) {
-		w.Header().Set("WWW-Authenticate", `Basic realm="test"`)
-		w.WriteHeader(http.StatusUnauthorized)
+		deny(w)
 		return
 	}
 	if m == nil {
@@ -203,6 +202,7 @@ func (s *Server) layer(w http.ResponseWriter, r *http.Request) {
 // blob answers as a registry does for blobs of layers.
 func (s *Server) blob(w http.ResponseWriter, r *http.Request) {
 	s.mu.Lock()
+	accept := s.accept
 	var found *Layer
 	for name, m := range s.images {
 		if repository, _, _ := strings.Cut(name, ":"); repository != r.PathValue("repository") {
@@ -215,6 +215,10 @@ func (s *Server) blob(w http.ResponseWriter, r *http.Request) {
 		}
 	}
 	s.mu.Unlock()
+	if accept != nil && !accept(r) {
+		deny(w)
+		return
+	}
 	if found == nil {
 		http.NotFound(w, r)
 		return
@@ -224,4 +228,10 @@ func (s *Server) blob(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	_, _ = w.Write(found.Blob.Bytes)
+}
+
+// deny asks for credentials.
+func deny(w http.ResponseWriter) {
+	w.Header().Set("WWW-Authenticate", `Basic realm="test"`)
+	w.WriteHeader(http.StatusUnauthorized)
 }

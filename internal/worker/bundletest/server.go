@@ -244,8 +244,7 @@ func (s *Server) pull(w http.ResponseWriter, r *http.Request) {
 	accept := s.accept
 	s.mu.Unlock()
 	if accept != nil && !accept(r) {
-		w.Header().Set("WWW-Authenticate", `Basic realm="test"`)
-		w.WriteHeader(http.StatusUnauthorized)
+		deny(w)
 		_ = json.NewEncoder(w).Encode(bundle.Error{Code: bundle.CodeUnauthorized, Message: "not you"})
 		return
 	}

@@ -1,6 +1,7 @@
 package hostiletest
 
 import (
+	"net/http"
 	"os"
 	"path/filepath"
 	"strings"
@@ -9,10 +10,12 @@ import (
 	"testing"
 	"time"
 
+	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/format/layer/layertest"
 	"hydrofoil.dev/foil/internal/format/toc/toctest"
 	"hydrofoil.dev/foil/internal/worker/api"
 	"hydrofoil.dev/foil/internal/worker/bundletest"
+	"hydrofoil.dev/foil/internal/worker/credentials"
 	"hydrofoil.dev/foil/internal/worker/mounts"
 	"hydrofoil.dev/foil/internal/worker/origin"
 	"hydrofoil.dev/foil/internal/worker/rootfs"
@@ -230,6 +233,36 @@ func TestAProofOutlivesTheDaemon(t *testing.T) {
 	if err := w.proven(ref); err != nil || first.Load() != 1 {
 		t.Errorf("%v; the lower layer was asked for %d times", err, first.Load())
 	}
+}
+
+// What a pull has shown to the registry is not kept over a restart: of a private image nobody can find out more, and it says
+// what to do, until it is pulled again.
+func TestAProofAfterARestartSaysWhatItLacks(t *testing.T) {
+	s := bundletest.New(t)
+	var open atomic.Bool
+	s.Accept(func(r *http.Request) bool {
+		user, _, _ := r.BasicAuth()
+		asksForLayers := strings.Contains(r.URL.Path, "/blobs/") || r.URL.Path == bundle.RecipePath
+		return user == "owner" && (open.Load() || !asksForLayers)
+	})
+	ref := s.Serve("app:1", layered(t))
+	w := newWorker(t)
+	pull := func() {
+		t.Helper()
+		req := api.PullRequest{Ref: ref, Until: api.Complete, Credential: credentials.Credential{Username: "owner", Secret: "s"}}
+		if err := w.n.Pull(t.Context(), req, func(api.Event) error { return nil }); err != nil {
+			t.Fatal(err)
+		}
+	}
+	pull()
+	w.restart()
+	open.Store(true)
+	err := w.proven(ref)
+	if got := w.proof(ref); err == nil || !strings.HasPrefix(got, "unproven: ") || !strings.Contains(got, "pull the image again with them") {
+		t.Errorf("after a restart it is %q: %v", got, err)
+	}
+	pull()
+	w.eventually(func() bool { return w.proof(ref) == "proven" })
 }
 
 // An image goes while it is proven.

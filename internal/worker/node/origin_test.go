@@ -3,6 +3,7 @@ package node
 import (
 	"encoding/json"
 	"errors"
+	"fmt"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -17,6 +18,7 @@ import (
 	"hydrofoil.dev/foil/internal/worker/api"
 	"hydrofoil.dev/foil/internal/worker/bundletest"
 	"hydrofoil.dev/foil/internal/worker/credentials"
+	"hydrofoil.dev/foil/internal/worker/pull"
 	"hydrofoil.dev/foil/internal/worker/rootfs"
 )
 
@@ -283,4 +285,30 @@ func TestARetryShowsWhatThePullWasBegunWith(t *testing.T) {
 	s.Change("app", func(st *bundletest.Stream) { st.Fail = true })
 	s.SetLimit(-1)
 	h.complete(ref)
+}
+
+// What was shown is not kept over a restart: the registry refuses who goes on then, and the image says what to do.
+func TestAResumedPullSaysWhatItLacks(t *testing.T) {
+	s := newFakeServer(t)
+	s.Accept(as("owner"))
+	ref := s.Serve("app:1", newFakeImage(t, some(1, 8, 5000)))
+	h := newHost(t)
+	s.SetLimit(2)
+	if err := pullAs(h, ref, "owner", api.Mounted); err != nil {
+		t.Fatal(err)
+	}
+	h.restart()
+	eventually(t, "the registry refuses the daemon", func() error {
+		if why := h.image(ref).Why; !strings.Contains(why, pull.Forgotten) {
+			return fmt.Errorf("it is said: %q", why)
+		}
+		return nil
+	})
+	s.SetLimit(-1)
+	if err := pullAs(h, ref, "owner", api.Complete); err != nil {
+		t.Error(err)
+	}
+	if why := h.image(ref).Why; why != "" {
+		t.Errorf("once it is complete it is said: %q", why)
+	}
 }

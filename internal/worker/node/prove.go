@@ -17,6 +17,7 @@ import (
 	"hydrofoil.dev/foil/internal/worker/origin"
 	"hydrofoil.dev/foil/internal/worker/proof"
 	"hydrofoil.dev/foil/internal/worker/prover"
+	"hydrofoil.dev/foil/internal/worker/pull"
 	"hydrofoil.dev/foil/internal/worker/rootfs"
 	"hydrofoil.dev/foil/internal/worker/store"
 )
@@ -279,17 +280,26 @@ func (s *layerServer) Blob(ctx context.Context, layer int) (io.ReadCloser, error
 	timer.Stop()
 	if err != nil {
 		cancel(nil)
-		return nil, err
+		return nil, s.refused(err)
 	}
-	return &blob{ReadCloser: body, ctx: ctx, cancel: cancel, timer: timer}, nil
+	return &blob{ReadCloser: body, of: s, ctx: ctx, cancel: cancel, timer: timer}, nil
+}
+
+// refused says why a registry may have refused a blob.
+func (s *layerServer) refused(err error) error {
+	if isDenied(err) && s.shown == (credentials.Credential{}) {
+		return fmt.Errorf("%w: %s", err, pull.Forgotten)
+	}
+	return err
 }
 
 type blob struct {
-	io.ReadCloser
-	ctx    context.Context
-	cancel context.CancelCauseFunc
-	timer  *time.Timer
-	once   sync.Once
+	io.ReadCloser // it asks the registry when it is first read
+	of            *layerServer
+	ctx           context.Context
+	cancel        context.CancelCauseFunc
+	timer         *time.Timer
+	once          sync.Once
 }
 
 // Read implements io.Reader.
@@ -300,7 +310,7 @@ func (b *blob) Read(p []byte) (int, error) {
 	if err != nil && err != io.EOF && b.ctx.Err() != nil {
 		err = context.Cause(b.ctx)
 	}
-	return n, err
+	return n, b.of.refused(err)
 }
 
 // Close implements io.Closer.

@@ -18,6 +18,10 @@ import (
 // answers is of a server that is up and reachable, with TLS or without as it was asked.
 const answers = api.ServerAnswers + ", but does not give the image now: its log, or that of a proxy in front of it, says why"
 
+// Forgotten is for what a registry refuses after a restart of the daemon, without what it was shown before.
+const Forgotten = "credentials that were shown for a pull are not kept over a restart of the daemon: pull the image again with them, " +
+	"or have the daemon's user log in (docker login)"
+
 // plainly is for an image that is no lazy one. A snapshotter goes the plain way by itself.
 const plainly = "containerd, docker or podman may run it as they pull it without foil"
 

@@ -565,7 +565,11 @@ func (p *Pull) noteEnd(err error, stopped bool) (lacks *images.Image) {
 		s.endRetry(img.Ref)
 		return nil
 	}
-	s.images.SetWhy(img.Ref, AsError(err).Message)
+	why := AsError(err).Message
+	if p.resumed && AsError(err).Code == api.CodeUnauthorized {
+		why += ": " + Forgotten
+	}
+	s.images.SetWhy(img.Ref, why)
 	// The pull may have ended before it came as far as to open the rootfs. Its
 	// readers would wait for nobody.
 	if r := s.store.Get(img.Rootfs); r != nil && !stopped {
