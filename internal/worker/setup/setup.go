@@ -234,10 +234,14 @@ func checkOrigins(o Options, named []string) finding {
 			Detail: fmt.Sprintf("there are images of %d registries that do not trust each other, and containerd does not ask the mirror for those of %s: it may run one on the files of another that has the same layers, before these are proven", walls, strings.Join(unseen, ", ")),
 			Fix:    "set mirror-listen, and name the mirror in a hosts.toml of each registry, or of _default; or, if whoever runs one may choose what runs of the others, name them in origin-group"}
 	}
+	detail := "each registry is a wall"
 	if len(o.Groups) > 0 {
-		return finding{Name: name, State: containerd.OK, Detail: "registries that trust each other: " + strings.Join(o.Groups, "; ")}
+		detail = "registries that trust each other: " + strings.Join(o.Groups, "; ")
 	}
-	return finding{Name: name, State: containerd.OK, Detail: "each registry is a wall"}
+	if o.Mirror == "off" {
+		detail += "; without the mirror nobody sees which image has whose layers: under containerd those of one registry come lazily, and containerd unpacks all others until these are proven"
+	}
+	return finding{Name: name, State: containerd.OK, Detail: detail}
 }
 
 // UnitProperties are what checkUnit reads.

@@ -68,7 +68,7 @@ func TestCheck(t *testing.T) {
 		want   []string // name, state and part of what is found or to be done
 	}{
 		"nothing is set up": {func(o *Options) { o.DiskLimit, o.Unit = "", "LoadState=not-found\n" }, []string{
-			"disk limit note disk-limit = ", "origins ok wall", "systemd unit note is not installed"}},
+			"disk limit note disk-limit = ", "origins ok wall; without the mirror", "systemd unit note is not installed"}},
 		"good": {func(o *Options) {
 			o.Mirror, o.Metrics = here, here
 			o.HostsDirs = dirs(map[string]string{"registry.example": mirror.Hosts(root, here), "other.example_5000_": host("https://else.example")})
@@ -109,7 +109,7 @@ func TestCheck(t *testing.T) {
 		}, []string{"hosts.toml ok 1 read", "mirror ok ", "disk limit ok ", "origins ok wall", "systemd unit ok "}},
 		"two registries in a group": {func(o *Options) {
 			o.Registries, o.Groups = []string{"other.example:5000", "registry.example"}, []string{"registry.example other.example:5000"}
-		}, []string{"disk limit ok ", "origins ok trust each other", "systemd unit ok "}},
+		}, []string{"disk limit ok ", "origins ok other.example:5000; without the mirror", "systemd unit ok "}},
 		"a group of one": {func(o *Options) { o.Groups = []string{"registry.example"} }, []string{
 			"disk limit ok ", "origins wrong correct origin-group", "systemd unit ok "}},
 		"an old daemon": {func(o *Options) { o.Running = "0" }, []string{"disk limit ok ", "origins ok ", "systemd unit ok ", "version note systemctl restart"}},
@@ -122,6 +122,9 @@ func TestCheck(t *testing.T) {
 				line := f.Name + " " + string(f.State) + " "
 				if i >= len(test.want) || !strings.HasPrefix(test.want[i], line) || !strings.Contains(f.Detail+" "+f.Fix, strings.TrimPrefix(test.want[i], line)) {
 					t.Errorf("finding %d: %+v", i, f)
+				}
+				if o.Mirror != "off" && strings.Contains(f.Detail, "without the mirror") {
+					t.Errorf("there is a mirror: %+v", f)
 				}
 				if f.State == containerd.Wrong && f.Fix == "" {
 					t.Errorf("%s: nothing to do", f.Name)
