@@ -128,6 +128,9 @@ func TestRemoveStopsAPull(t *testing.T) {
 	ref2 := s.Serve("app:2", newFakeImage(t, some(90, 2, 5000)))
 	go func() {
 		_, err := h.pull(ref2, api.Complete)
+		for codeOfErr(err) == api.CodeConflict { // it is just being removed
+			_, err = h.pull(ref2, api.Complete)
+		}
 		end <- err
 	}()
 	eventually(t, "the pull runs", func() error { return h.n.RemoveImage(t.Context(), ref2) })
