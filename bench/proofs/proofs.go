@@ -6,7 +6,8 @@
 // of the proof. The proof has begun a moment before it is asked for, when the pull ended; what it did by then counts.
 //
 // With Beside an image is started, until its service is ready, on a worker that has another image, whole: once while that one
-// is being proven in the background, and once when it is. The two are a pair; which comes first alternates.
+// is being proven in the background, and once when it is. The two are a pair; which comes first alternates. Both come after the pause
+// that a daemon makes before a proof: a connection that has just been used is quicker than one that was idle.
 package proofs
 
 import (
@@ -210,8 +211,9 @@ func prove(ctx context.Context, c *api.Client, im engines.Image) error {
 	return nil
 }
 
-// proving waits until an image is being proven, in the background, which a daemon puts off until its worker is calm.
-func proving(ctx context.Context, c *api.Client, im engines.Image) error {
+// proving waits until an image is being proven, in the background, which a daemon puts off until its worker is calm; with
+// ended until it is proven.
+func proving(ctx context.Context, c *api.Client, im engines.Image, ended bool) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, 5*time.Minute, site.ErrTooLong)
 	defer cancel()
 	for {
@@ -220,7 +222,7 @@ func proving(ctx context.Context, c *api.Client, im engines.Image) error {
 			return fmt.Errorf("bench: wait for the proof of %s: %w", im.Ref, err)
 		}
 		for _, image := range list {
-			if image.Ref == im.Ref && image.Proof != "served" {
+			if image.Ref == im.Ref && image.Proof != "served" && (!ended || image.Proof == "proven") {
 				return nil
 			}
 		}
@@ -302,12 +304,7 @@ func (b *bench) start(ctx context.Context, s *site.Site, im, other engines.Image
 		if err := b.pull(ctx, s, root, other); err != nil {
 			return err
 		}
-		if !during {
-			err = prove(ctx, c, other)
-		} else {
-			err = proving(ctx, c, other)
-		}
-		if err != nil {
+		if err := proving(ctx, c, other, !during); err != nil {
 			return err
 		}
 		t := engines.Begin(s, w.Processes())
