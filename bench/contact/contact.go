@@ -52,6 +52,8 @@ type Options struct {
 	// Windows are initial windows, in packets, that the routes of both sides have: what the server sends at first, and
 	// twice as much that the worker takes; 0: Linux's.
 	Windows []int
+	// FirstRates are what the server is told by --first-rate, Mbit/s; less than 0: nothing.
+	FirstRates []int
 	// Idle is for how long the bytes of a connection that is kept are counted; 0: not at all.
 	Idle  time.Duration
 	Cache string // directory on a disk
@@ -77,9 +79,10 @@ type Case struct {
 	TLS         bool          `json:"tls"`
 	Connections int           `json:"connections"`
 	Window      int           `json:"window"`
-	Warm        Parts         `json:"warm"` // medians
-	Cold        Parts         `json:"cold"` // medians, of the connection that took longest
-	More        float64       `json:"more"` // median of cold less warm, seconds
+	FirstRate   int           `json:"first_rate"` // Mbit/s
+	Warm        Parts         `json:"warm"`       // medians
+	Cold        Parts         `json:"cold"`       // medians, of the connection that took longest
+	More        float64       `json:"more"`       // median of cold less warm, seconds
 	Dropped     int64         `json:"dropped"`
 }
 
@@ -119,11 +122,13 @@ func Run(ctx context.Context, o Options) (err error) {
 	for _, rtt := range o.RTTs {
 		for _, secure := range []bool{false, true} {
 			for _, window := range o.Windows {
-				cases, err := b.over(ctx, rtt, secure, window)
-				if err != nil {
-					return err
+				for _, first := range o.FirstRates {
+					cases, err := b.over(ctx, rtt, secure, window, first)
+					if err != nil {
+						return err
+					}
+					result.Cases = append(result.Cases, cases...)
 				}
-				result.Cases = append(result.Cases, cases...)
 			}
 		}
 	}
@@ -158,7 +163,7 @@ type place struct {
 }
 
 // with makes a place, and calls fn.
-func (b *bench) with(ctx context.Context, rtt time.Duration, secure bool, window int, fn func(*place) error) (err error) {
+func (b *bench) with(ctx context.Context, rtt time.Duration, secure bool, window, first int, fn func(*place) error) (err error) {
 	l, err := link.New(context.WithoutCancel(ctx), link.Options{RTT: rtt, Rate: b.Rate, Queue: b.Queue})
 	if err != nil {
 		return err
@@ -176,6 +181,9 @@ func (b *bench) with(ctx context.Context, rtt time.Duration, secure bool, window
 		return fmt.Errorf("bench: %w", err)
 	}
 	args := []string{"serve", "--root", root, "--listen", engines.RegistryAddr, "--insecure-open"}
+	if first >= 0 {
+		args = append(args, "--first-rate", strconv.Itoa(first))
+	}
 	if secure {
 		certificate, key, err := newCertificate(b.dir, l.Addr(link.Cloud))
 		if err != nil {
@@ -238,8 +246,8 @@ func (p *place) client() (*remote.Client, error) {
 }
 
 // over measures over one link.
-func (b *bench) over(ctx context.Context, rtt time.Duration, secure bool, window int) (cases []Case, err error) {
-	err = b.with(ctx, rtt, secure, window, func(p *place) error {
+func (b *bench) over(ctx context.Context, rtt time.Duration, secure bool, window, first int) (cases []Case, err error) {
+	err = b.with(ctx, rtt, secure, window, first, func(p *place) error {
 		warm, err := p.client()
 		if err != nil {
 			return err
@@ -249,7 +257,7 @@ func (b *bench) over(ctx context.Context, rtt time.Duration, secure bool, window
 			return err
 		}
 		for _, connections := range b.Connections {
-			c := Case{RTT: rtt, TLS: secure, Connections: connections, Window: window}
+			c := Case{RTT: rtt, TLS: secure, Connections: connections, Window: window, FirstRate: first}
 			dropped := p.link.Stats(link.Cloud).Dropped
 			var more []float64
 			var warms, colds []Parts
@@ -266,7 +274,7 @@ func (b *bench) over(ctx context.Context, rtt time.Duration, secure bool, window
 			}
 			c.Warm, c.Cold, c.More = medians(warms), medians(colds), stats.Median(more)
 			c.Dropped = p.link.Stats(link.Cloud).Dropped - dropped
-			b.Log(fmt.Sprintf("%v, TLS %v, %d connections, window %d: %.2f s more", rtt, secure, connections, window, c.More))
+			b.Log(fmt.Sprintf("%v, TLS %v, %d connections, window %d, first rate %d: %.2f s more", rtt, secure, connections, window, first, c.More))
 			cases = append(cases, c)
 		}
 		return nil
@@ -341,7 +349,7 @@ func medians(all []Parts) Parts {
 // idle counts what goes over the link while a connection is kept, and nothing else happens. A
 // round trip makes no difference to that.
 func (b *bench) idle(ctx context.Context) (idling *Idling, err error) {
-	err = b.with(ctx, 50*time.Millisecond, true, 0, func(p *place) error {
+	err = b.with(ctx, 50*time.Millisecond, true, 0, -1, func(p *place) error {
 		c, err := p.client()
 		if err != nil {
 			return err
@@ -374,16 +382,22 @@ func (b *bench) idle(ctx context.Context) (idling *Idling, err error) {
 // Write writes a result as a table.
 func (r Result) Write(w io.Writer) error {
 	t := tabwriter.NewWriter(w, 0, 4, 2, ' ', 0)
-	fmt.Fprintf(t, "\n%.1f MB over a new connection, and over a warm one; seconds, medians\n\nround trip\tTLS\tconnections\twindow\twarm\tcold\tmore\tround trips\tTCP\tTLS\tfirst bytes\tslow start\tdropped\n", float64(r.Bytes)/1e6)
+	fmt.Fprintf(t, "\n%.1f MB over a new connection, and over a warm one; seconds, medians\n\nround trip\tTLS\tconnections\twindow\tfirst rate\twarm\tcold\tmore\tround trips\tTCP\tTLS\tfirst bytes\tslow start\tdropped\n", float64(r.Bytes)/1e6)
 	for _, c := range r.Cases {
-		secure, window := "no", "Linux's"
+		secure, window, first := "no", "Linux's", "default"
 		if c.TLS {
 			secure = "yes"
 		}
 		if c.Window > 0 {
 			window = strconv.Itoa(c.Window)
 		}
-		fmt.Fprintf(t, "%v\t%s\t%d\t%s\t%.2f\t%.2f\t%.2f\t%.1f\t%.2f\t%.2f\t%.2f\t%.2f\t%d\n", c.RTT, secure, c.Connections, window,
+		switch {
+		case c.FirstRate == 0:
+			first = "none"
+		case c.FirstRate > 0:
+			first = strconv.Itoa(c.FirstRate) + " Mbit/s"
+		}
+		fmt.Fprintf(t, "%v\t%s\t%d\t%s\t%s\t%.2f\t%.2f\t%.2f\t%.1f\t%.2f\t%.2f\t%.2f\t%.2f\t%d\n", c.RTT, secure, c.Connections, window, first,
 			c.Warm.Total(), c.Cold.Total(), c.More, c.More/c.RTT.Seconds(),
 			c.Cold.TCP-c.Warm.TCP, c.Cold.TLS-c.Warm.TLS, c.Cold.First-c.Warm.First, c.Cold.Rest-c.Warm.Rest, c.Dropped)
 	}

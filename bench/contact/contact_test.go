@@ -14,7 +14,7 @@ import (
 
 func TestWrite(t *testing.T) {
 	r := Result{Bytes: 2e6, Cases: []Case{{
-		RTT: 100 * time.Millisecond, TLS: true, Connections: 1, Window: 100, More: 0.5,
+		RTT: 100 * time.Millisecond, TLS: true, Connections: 1, Window: 100, FirstRate: -1, More: 0.5,
 		Warm: Parts{First: 0.1, Rest: 0.2}, Cold: Parts{TCP: 0.1, TLS: 0.1, First: 0.2, Rest: 0.4}, Dropped: 7,
 	}}, Idle: &Idling{Hours: 1, Up: 100e3, Down: 50e3}}
 	var text strings.Builder
@@ -22,7 +22,7 @@ func TestWrite(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, want := range []string{
-		"100ms yes 1 100 0.30 0.80 0.50 5.0 0.10 0.10 0.10 0.20 7",
+		"100ms yes 1 100 default 0.30 0.80 0.50 5.0 0.10 0.10 0.10 0.20 7",
 		"100 kB an hour up, 50 kB down",
 	} {
 		if got := strings.Join(strings.Fields(text.String()), " "); !strings.Contains(got, want) {
@@ -47,7 +47,7 @@ func TestMeasure(t *testing.T) {
 	}}
 	for _, secure := range []bool{false, true} {
 		const rtt = 10 * time.Millisecond
-		cases, err := b.over(t.Context(), rtt, secure, 20)
+		cases, err := b.over(t.Context(), rtt, secure, 20, 50)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -68,7 +68,7 @@ func TestMeasure(t *testing.T) {
 	if idle.Hours <= 0 {
 		t.Errorf("%+v", idle)
 	}
-	if err := b.with(t.Context(), 0, false, 0, func(p *place) error {
+	if err := b.with(t.Context(), 0, false, 0, -1, func(p *place) error {
 		if p.link.Options().RTT != 0 {
 			t.Error("a delay that nobody asked for")
 		}

@@ -58,7 +58,9 @@ says less, or --upstream-credentials client has the upstream decide for each cli
 
 Its connections are controlled by BBR, where the host has it: others forget in idle
 times what they have learned of a path. --congestion chooses another way, or leaves
-it to the host.
+it to the host. With BBR a new connection sends at once what a path of 100 Mbit/s
+holds, so that a worker's first pull does not wait for TCP to find out what its path
+can carry; --first-rate says another rate.
 
 --metrics-listen serves metrics to Prometheus; docs/metrics.md lists them.
 
@@ -89,6 +91,7 @@ func (f *serveFlags) add(flags *pflag.FlagSet) {
 	flags.StringVar(&f.opts.Root, "root", "/var/lib/foil-registry", "`DIR` that everything is kept in; made when missing")
 	flags.StringVar(&f.opts.Listen, "listen", serve.DefaultListen, "`HOST:PORT` to listen on; :PORT is all addresses; port 0 takes a free one and the log says which")
 	flags.StringVar(&f.opts.Congestion, "congestion", kernel.BBR, "TCP congestion `CONTROL` of its connections: bbr, where the host has it; system: what the host chooses; or the name of another, as cubic")
+	flags.IntVar(&f.opts.FirstRate, "first-rate", serve.DefaultFirstRate, "how fast, in `MBIT` a second, a path is believed to be of which nothing is known yet: a new connection sends at once what such a path holds, where bbr controls it; 0: as much as its route says, ten packets unless somebody has set it (docs/network.md)")
 	flags.StringVar(&f.opts.TLSCert, "tls-cert", "", "certificate `FILE` in PEM form, read again when it changes; without one: plain HTTP")
 	flags.StringVar(&f.opts.TLSKey, "tls-key", "", "`FILE` of the certificate's key in PEM form")
 	flags.StringVar(&f.opts.Access, "access", "", "`FILE` that says who may log in and do what, in TOML, read again when it changes (docs/access.md); without one everybody may do everything")
@@ -128,6 +131,8 @@ func (f *serveFlags) check() error {
 		return usagef("with --upstream-credentials client the upstream decides who may pull: leave out --access")
 	case f.opts.Upstream.RightsTTL <= 0:
 		return usagef("--upstream-rights-ttl %v: want more than nothing", f.opts.Upstream.RightsTTL)
+	case f.opts.FirstRate < 0 || f.opts.FirstRate > 1e6:
+		return usagef("--first-rate %d: want Mbit a second, or 0", f.opts.FirstRate)
 	case f.audit != "" && f.opts.Access == "" && f.creds != credsClient:
 		return usagef("--audit comes with --access, or --upstream-credentials client: an open server decides nothing")
 	}

@@ -7,6 +7,8 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+
+	"golang.org/x/sys/unix"
 )
 
 // RejoinCgroup puts the calling process into the cgroup in which it is. That changes nothing,
@@ -48,4 +50,25 @@ func cgroupProcs(mounts string, proc []byte) []string {
 		}
 	}
 	return list
+}
+
+// ownCgroup2 is the directory of this process's cgroup of version 2.
+func ownCgroup2() (string, error) {
+	proc, err := os.ReadFile("/proc/self/cgroup")
+	if err != nil {
+		return "", err
+	}
+	for line := range bytes.Lines(proc) {
+		path, ok := strings.CutPrefix(strings.TrimSuffix(string(line), "\n"), "0::")
+		if !ok {
+			continue
+		}
+		for _, mount := range []string{"/sys/fs/cgroup", "/sys/fs/cgroup/unified"} {
+			var on unix.Statfs_t
+			if unix.Statfs(mount, &on) == nil && on.Type == unix.CGROUP2_SUPER_MAGIC {
+				return filepath.Join(mount, path), nil
+			}
+		}
+	}
+	return "", errors.New("no cgroup of version 2 is mounted at its place")
 }

@@ -79,6 +79,7 @@ var table = []probed{
 	{"SELinux", false, "", "install the policy for containers (container-selinux): without it the processes of confined containers may not read what their image is kept in", probeSELinux},
 	{"TCP with BBR", false, "Linux 4.9", BBRFix, probeBBR},
 	{"TCP over long paths", false, "", FlightFix, probeFlight},
+	{"TCP's first flight", false, "Linux 5.15", "on a host of foil serve: " + FirstFlightFix, probeFirstFlight},
 }
 
 // Features tries every feature once and returns them in a fixed order. root is

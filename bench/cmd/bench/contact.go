@@ -24,7 +24,8 @@ and over a warm one, in turns, with TLS and without; and says how much longer th
 new one takes: TCP's handshake, TLS's, the first bytes, TCP's slow start. Names are
 not resolved. With --connections several new connections bring a share each; with
 --windows the routes of both sides have that initial window, in packets, as an
-administrator may set it (ip route change ... initcwnd N). With --idle it counts the
+administrator may set it (ip route change ... initcwnd N), with --first-rates what
+the server's connections begin with is another (foil serve --first-rate N). With --idle it counts the
 bytes that a kept connection takes.`,
 		RunE: func(cmd *cobra.Command, _ []string) (err error) {
 			if os.Geteuid() != 0 {
@@ -49,6 +50,7 @@ bytes that a kept connection takes.`,
 	flags.Int64Var(&o.Bytes, "bytes", 2<<20, "of an answer")
 	flags.IntVar(&o.Runs, "runs", 5, "answers of each")
 	flags.IntSliceVar(&o.Connections, "connections", []int{1}, "how many new connections bring an answer")
+	flags.IntSliceVar(&o.FirstRates, "first-rates", []int{-1}, "what the server is told by --first-rate, in Mbit/s; 0: the route's window; -1: nothing")
 	flags.IntSliceVar(&o.Windows, "windows", []int{0}, "initial windows of the routes, in packets; 0: Linux's")
 	flags.DurationVar(&o.Idle, "idle", time.Minute, "for how long to count the bytes of a connection that is kept; 0: not at all")
 	flags.StringVar(&o.Cache, "cache", here(".cache"), "directory on a disk")

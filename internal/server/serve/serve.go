@@ -85,6 +85,9 @@ type Options struct {
 	// kernel.BBR is BBR where the host has it; tcp.SystemCongestion leaves it to the
 	// host; another name must be there.
 	Congestion string
+	// FirstRate, Mbit/s, is how fast a path is believed to be of which nothing is known yet: a new connection that BBR controls
+	// sends at once what such a path holds. 0 leaves that to the route.
+	FirstRate int
 	// StartupMax is how large a startup set may be; the zero value is a quarter of
 	// the image.
 	StartupMax startup.Limit
@@ -114,6 +117,9 @@ type Options struct {
 
 // DefaultListen is for clients on the same machine.
 const DefaultListen = "127.0.0.1:5000"
+
+// DefaultFirstRate is the Options.FirstRate of `foil serve`.
+const DefaultFirstRate = 100
 
 // Server is a running server.
 type Server struct {
@@ -429,7 +435,7 @@ func (s *Server) listen(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	plain := tcp.NewListener(l.(*net.TCPListener), s.opts.Congestion)
+	plain := tcp.NewListener(l.(*net.TCPListener), s.opts.Congestion, int64(s.opts.FirstRate)*1e6/8)
 	switch others := plain.CongestionErr; {
 	case others != nil && s.opts.Congestion != kernel.BBR:
 		err := fmt.Errorf("%w: this host has those of /proc/sys/net/ipv4/tcp_available_congestion_control; modprobe tcp_%s may add it, and %s leaves the choice to the host",
@@ -440,6 +446,9 @@ func (s *Server) listen(ctx context.Context) error {
 	}
 	if plain.FlightErr != nil {
 		s.log.Warn("pulls over long paths are slow", "error", plain.FlightErr, "fix", kernel.FlightFix)
+	}
+	if plain.FirstErr != nil {
+		s.log.Warn("first contacts over long paths are slow", "error", plain.FirstErr, "fix", kernel.FirstFlightFix)
 	}
 	s.listener = plain
 	if s.opts.TLSCert != "" {

@@ -1,9 +1,11 @@
 // Package tcp has a server's connections send at the rate of their path.
 //
 // A pull sends megabytes on a connection that has been idle, and a container waits
-// for the last of them. Linux's defaults are bad at that in five ways. This package
+// for the last of them. Linux's defaults are bad at that in six ways. This package
 // mends each of them:
 //
+//   - A new connection begins with ten packets, and needs a round trip for each doubling. A Listener's send more at
+//     first, where BBR paces that.
 //   - Connections forget their rate. After a few hundred idle milliseconds the usual
 //     congestion controls begin slowly again. BBR keeps the rate, so what a warm-up has
 //     learned of the path holds when the pull comes. A Listener gives its connections BBR.
@@ -23,6 +25,7 @@
 package tcp
 
 import (
+	"io"
 	"net"
 
 	"golang.org/x/sys/unix"
@@ -45,17 +48,34 @@ type Listener struct {
 	CongestionErr error
 	// FlightErr is why less than kernel.FlightBytes of each may be in flight.
 	FlightErr error
+	// FirstErr is why they begin with as few packets as the route says.
+	FirstErr error
+
+	first io.Closer // nil: they do
 }
 
 // NewListener makes a Listener of l. congestion names a congestion control, or is
-// SystemCongestion.
-func NewListener(l *net.TCPListener, congestion string) *Listener {
+// SystemCongestion. first is the rate, bytes a second, of which a new connection's first round trip has as much as the path
+// would hold (kernel.FirstFlight); 0 leaves that to the route. It counts for kernel.BBR alone: others send all of it at once, which is
+// more than queues hold.
+func NewListener(l *net.TCPListener, congestion string, first int64) *Listener {
 	x := &Listener{TCPListener: l, FlightErr: kernel.LetSend(l)}
 	if congestion != SystemCongestion {
 		// Asked once: with the right privileges each try may load a module.
 		x.CongestionErr = kernel.UseCongestion(l, congestion)
 	}
+	if congestion == kernel.BBR && x.CongestionErr == nil && first > 0 {
+		x.first, x.FirstErr = kernel.FirstFlight(l, first)
+	}
 	return x
+}
+
+// Close implements net.Listener.
+func (l *Listener) Close() error {
+	if l.first != nil {
+		_ = l.first.Close() // also the second time
+	}
+	return l.TCPListener.Close()
 }
 
 // Accept implements net.Listener. It returns a *net.TCPConn: who writes blobs to

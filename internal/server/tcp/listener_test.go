@@ -17,7 +17,7 @@ func TestListenerTunesConnections(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	l := NewListener(plain.(*net.TCPListener), kernel.BBR)
+	l := NewListener(plain.(*net.TCPListener), kernel.BBR, 0)
 	defer l.Close()
 	client, err := net.Dial("tcp", l.Addr().String())
 	if err != nil {
@@ -63,7 +63,7 @@ func TestListenerChoosesCongestion(t *testing.T) {
 			if err := kernel.UseCongestion(plain.(*net.TCPListener), "reno"); err != nil {
 				t.Fatal(err)
 			}
-			l := NewListener(plain.(*net.TCPListener), c.ask)
+			l := NewListener(plain.(*net.TCPListener), c.ask, 0)
 			defer l.Close()
 			if l.CongestionErr != nil && c.ask == kernel.BBR {
 				t.Logf("this host does not let it: %v", l.CongestionErr)
@@ -94,6 +94,45 @@ func TestListenerChoosesCongestion(t *testing.T) {
 			}
 			if paced := pacerOf(ConnContext(t.Context(), conn)) != nil; paced != (c.want == kernel.BBR) {
 				t.Errorf("paced: %t", paced)
+			}
+		})
+	}
+}
+
+// BBR paces a large first flight; no other congestion control has one.
+func TestListenerFirstFlight(t *testing.T) {
+	const first = 1e11 // bytes a second: loopback's round trip is short
+	for _, congestion := range []string{kernel.BBR, "reno", SystemCongestion} {
+		t.Run(congestion, func(t *testing.T) {
+			plain, err := net.Listen("tcp", "127.0.0.1:0")
+			if err != nil {
+				t.Fatal(err)
+			}
+			l := NewListener(plain.(*net.TCPListener), congestion, first)
+			defer l.Close()
+			if congestion == kernel.BBR && errors.Join(l.CongestionErr, l.FirstErr) != nil {
+				t.Skip("skip: this host does not let it: ", errors.Join(l.CongestionErr, l.FirstErr))
+			}
+			client, err := net.Dial("tcp", l.Addr().String())
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer client.Close()
+			c, err := l.Accept()
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer c.Close()
+			raw, err := c.(*net.TCPConn).SyscallConn()
+			if err != nil {
+				t.Fatal(err)
+			}
+			var info *unix.TCPInfo
+			if cerr := raw.Control(func(fd uintptr) { info, err = unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO) }); cerr != nil || err != nil {
+				t.Fatal(cerr, err)
+			}
+			if got := info.Snd_cwnd > 10; got != (congestion == kernel.BBR) {
+				t.Errorf("a connection begins with %d packets", info.Snd_cwnd)
 			}
 		})
 	}
