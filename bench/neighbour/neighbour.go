@@ -13,6 +13,8 @@
 //
 // Server, link and the tools of the load run on the same machine, and take from the service what they would not take
 // on a worker. The row download says how much that is.
+//
+// With Options.Connection it measures what another connection has of the link meanwhile, in place of services.
 package neighbour
 
 import (
@@ -44,10 +46,12 @@ type Options struct {
 	Link     link.Options
 	Period   time.Duration // of the load
 	Rounds   int
-	Cache    string // directory on a disk
-	Out      io.Writer
-	JSON     string // file for the result; "" for none
-	Log      func(line string)
+	// Connection measures what another connection has of the link, in place of services.
+	Connection bool
+	Cache      string // directory on a disk
+	Out        io.Writer
+	JSON       string // file for the result; "" for none
+	Log        func(line string)
 }
 
 // Names of rows.
@@ -110,13 +114,21 @@ func Run(ctx context.Context, o Options) (err error) {
 		return err
 	}
 	builder := images.Builder{Cache: filepath.Join(o.Cache, "images"), Log: o.Log}
-	var all []Result
+	var all []table
 	for _, name := range o.Images {
 		built, err := builder.Build(ctx, catalogue, name)
 		if err != nil {
 			return err
 		}
-		r, err := m.image(ctx, name, built)
+		if err := m.prepare(ctx, name, built); err != nil {
+			return err
+		}
+		var r table
+		if o.Connection {
+			r, err = m.connections(ctx, name)
+		} else {
+			r, err = m.services(ctx, name)
+		}
 		if err != nil {
 			return err
 		}
@@ -124,6 +136,9 @@ func Run(ctx context.Context, o Options) (err error) {
 	}
 	return deliver(o, all)
 }
+
+// table is a result.
+type table interface{ Write(io.Writer) error }
 
 type measurement struct {
 	Options
@@ -142,23 +157,26 @@ func describe(l link.Options) string {
 	return fmt.Sprintf("%s, %v", rate, l.RTT)
 }
 
-// image measures one image.
-func (m *measurement) image(ctx context.Context, name string, built *images.Built) (r Result, err error) {
+// prepare pushes an image, and traces it.
+func (m *measurement) prepare(ctx context.Context, name string, built *images.Built) error {
 	short, _, _ := strings.Cut(name, ":")
 	ready, err := site.ParseReadiness(built.Probe, short == "redis")
 	if err != nil {
-		return r, err
+		return err
 	}
-	if m.load = workloads.For(short, built.Probe); m.load == nil {
-		return r, fmt.Errorf("bench: %s has no load, or its tool is not on PATH", name)
+	if m.load = workloads.For(short, built.Probe); m.load == nil && !m.Connection {
+		return fmt.Errorf("bench: %s has no load, or its tool is not on PATH", name)
 	}
 	m.im = engines.Image{Name: name, Ref: engines.RegistryAddr + "/" + name, Built: built, Ready: ready, Command: built.Args}
 	if err := engines.Push(ctx, m.site, m.im); err != nil {
-		return r, err
+		return err
 	}
-	if _, err := (&engines.Hydrofoil{}).Prepare(ctx, m.site, m.Programs, m.im); err != nil {
-		return r, err
-	}
+	_, err = (&engines.Hydrofoil{}).Prepare(ctx, m.site, m.Programs, m.im)
+	return err
+}
+
+// services measures the service of one image.
+func (m *measurement) services(ctx context.Context, name string) (r Result, err error) {
 	r = Result{Image: name, Link: describe(m.Link)}
 	builds := map[string]string{foil: m.Programs.Foil}
 	names := []string{overlayfs, download, foil}
@@ -291,7 +309,7 @@ func rateUntil(seconds []workloads.Second, until time.Duration) (float64, error)
 }
 
 // deliver writes results to where the options say.
-func deliver(o Options, all []Result) error {
+func deliver(o Options, all []table) error {
 	if o.JSON != "" {
 		text, err := json.MarshalIndent(all, "", "\t")
 		if err != nil {

@@ -43,3 +43,13 @@ func TestWrite(t *testing.T) {
 		}
 	}
 }
+
+func TestShareOf(t *testing.T) {
+	got, err := shareOf([]moment{{1000, 1000}, {1200, 1100}, {2800, 1850}, {3000, 2000}, {9000, 7900}})
+	if err != nil || got != 0.5 { // 1,100 bytes are the image's, 990 of them had come when 2,000 had in all
+		t.Errorf("%v, %v", got, err)
+	}
+	if _, err := shareOf([]moment{{5, 5}, {5, 5}}); err == nil {
+		t.Error("a share of nothing")
+	}
+}

@@ -23,7 +23,11 @@ its image arrives over a link: wrk for a web server, pgbench, redis-benchmark. I
 compares the rate with that of the same service on containerd's overlayfs, alone
 and while as much is downloaded and thrown away; and says when the image was
 complete, under load and without. With --against two builds of the worker are
-measured in turns; the server is that of --foil.`,
+measured in turns; the server is that of --foil.
+
+With --connection it measures another neighbour: a download by some other program
+over the same link, and which share of the bytes that download has while an image
+arrives, by containerd and by Hydrofoil.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if os.Geteuid() != 0 {
 				return fmt.Errorf("bench neighbour needs root: it makes namespaces, mounts and containers")
@@ -42,6 +46,7 @@ measured in turns; the server is that of --foil.`,
 	flags.Var(&rate, "rate", "its rate")
 	flags.DurationVar(&o.Period, "period", 10*time.Second, "how long the load lasts; what comes after the image is complete does not count")
 	flags.IntVar(&o.Rounds, "rounds", 5, "measurements of each")
+	flags.BoolVar(&o.Connection, "connection", false, "measure what another connection has of the link, not what services lose")
 	flags.StringVar(&o.Against, "against", "", "another foil `BINARY`, as the worker, measured in turns with --foil")
 	flags.StringVar(&o.Cache, "cache", here(".cache"), "directory on a disk, for images and containers")
 	flags.StringVar(&o.JSON, "json", "", "write the result to this file as well")
