@@ -13,6 +13,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -198,8 +199,11 @@ func TestLittleMemory(t *testing.T) {
 		want = append(want, sum.Sum(nil))
 	}
 	var reads sync.WaitGroup
-	check := func(name, dir string, c *memoryCgroup, want []byte) {
-		if got, err := c.read(w, pathsIn(t, dir)...); err != nil || !bytes.Equal(got, want) {
+	check := func(name, dir string, c *memoryCgroup, want []byte, began time.Time) {
+		got, err := c.read(w, pathsIn(t, dir)...)
+		t.Logf("%s: %d MB were read with %d MB of memory after %v; the limit was reached %d times", name, files*60_000/1_000_000, container>>20,
+			time.Since(began).Round(time.Millisecond), c.number("memory.failcnt", ""))
+		if err != nil || !bytes.Equal(got, want) {
 			t.Errorf("%s: %x, want %x; %v", name, got, want, err)
 		}
 		if n := c.killed(); n > 0 {
@@ -213,14 +217,15 @@ func TestLittleMemory(t *testing.T) {
 		lazy, over := newMemoryCgroup(t, fmt.Sprintf("lazy-%d", i), container), newMemoryCgroup(t, fmt.Sprintf("over-%d", i), container)
 		dir := filepath.Join(overlay(t, filepath.Dir(plain[i])), "data")
 		reads.Go(func() {
+			began := time.Now()
 			for _, err := range w.client.Pull(t.Context(), api.PullRequest{Ref: ref, Until: api.Mounted}) {
 				if err != nil {
 					t.Error(err)
 					return
 				}
 			}
-			check(ref, filepath.Join(w.mountOf(ref), "data"), lazy, want[i])
-			check("overlayfs", dir, over, want[i])
+			check(ref, filepath.Join(w.mountOf(ref), "data"), lazy, want[i], began)
+			check("overlayfs", dir, over, want[i], time.Now())
 		})
 	}
 	reads.Wait()
