@@ -8,6 +8,8 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"net/http/httptest"
+	"net/http/httputil"
 	"net/url"
 	"os"
 	"os/exec"
@@ -17,6 +19,8 @@ import (
 	"testing"
 
 	"github.com/opencontainers/go-digest"
+
+	"hydrofoil.dev/foil/internal/format/layer/layertest"
 )
 
 // way is one to log in.
@@ -255,6 +259,35 @@ var clients = []client{
 		s.do(with("push", id, "docker://"+s.ref(2, "a"))...)
 		s.do(all("rmi", "--all", "--force")...)
 	}},
+	{"docker", "", nil, func(s *session) {
+		at := []string{"--host", startDocker(s)}
+		cmd := func(args ...string) string { return strings.TrimSpace(s.do(append(at[:2:2], args...)...)) }
+		s.login(true, append(at, "login")...)
+		// One layer that is imported, and one that a container has written.
+		tree := layertest.Layer{layertest.File("file", 0o644, strings.Repeat("docker", 20_000))}
+		cmd("import", write(s.t, filepath.Join(s.dir, "tree.tar"), string(tree.TarBytes(s.t))), "base")
+		made := cmd("create", "--network", "none", "base", "/file")
+		cmd("cp", filepath.Join(s.from, "index.json"), made+":/")
+		id := cmd("commit", made, s.ref(1, "a"))
+		cmd("rm", made)
+		cmd("tag", s.ref(1, "a"), s.ref(2, "a"))
+		cmd("push", s.ref(1, "a"))
+		cmd("push", s.ref(2, "a"))
+		s.mounted()
+		cmd("rmi", "base", s.ref(1, "a"), s.ref(2, "a"))
+		nobody := filepath.Join(s.dir, "nobody")
+		if s.cert == "" { // whose is shown by the daemon, whoever asks it
+			s.fails("", append(at, "--config", nobody, "pull", s.ref(2, "a"))...)
+		}
+		cmd("pull", s.ref(2, "a"))
+		if again := cmd("images", "--quiet", "--no-trunc"); again != id {
+			s.t.Errorf("pushed %s, pulled %s", id, again)
+		}
+		if s.cert == "" {
+			cmd("logout", s.Addr())
+			s.fails("", append(at, "pull", s.ref(1, "a"))...)
+		}
+	}},
 	{"crane", "localhost", map[string]string{"certificate": "crane has no flags for one"}, func(s *session) {
 		s.login(false, "auth", "login")
 		s.do("push", s.from, s.ref(1, "a"))
@@ -450,6 +483,9 @@ func TestClients(t *testing.T) {
 	for _, c := range clients {
 		t.Run(c.name, func(t *testing.T) {
 			path := program(t, c.name)
+			if c.name == "docker" && !ownNetwork(t) {
+				return
+			}
 			for _, w := range ways {
 				t.Run(w.name, func(t *testing.T) {
 					if why := c.without[w.name]; why != "" {
@@ -478,6 +514,81 @@ func TestClients(t *testing.T) {
 			}
 		})
 	}
+}
+
+// startDocker starts a daemon for docker, and returns where it listens. It takes certificates from a directory of the
+// system's, and has a mount namespace with one of its own there; of the host's network it changes nothing.
+func startDocker(s *session) string {
+	t := s.t
+	t.Helper()
+	if os.Geteuid() != 0 {
+		t.Skip("docker's daemon wants root")
+	}
+	daemon := program(t, "dockerd")
+	dir := shortDir(t)
+	socket := "unix://" + filepath.Join(dir, "sock")
+	certs := s.certDir()
+	if certs == "" {
+		certs = filepath.Join(s.dir, "certs")
+		ca, err := os.ReadFile(s.ca.file)
+		if err := errors.Join(err, os.MkdirAll(certs, 0o700)); err != nil {
+			t.Fatal(err)
+		}
+		write(t, filepath.Join(certs, "ca.crt"), string(ca))
+	}
+	if err := os.MkdirAll("/etc/docker", 0o755); err != nil {
+		t.Fatal(err)
+	}
+	script := fmt.Sprintf(`set -e
+mount -t tmpfs tmpfs /etc/docker
+mkdir -p /etc/docker/certs.d
+cp -r %s /etc/docker/certs.d/%s
+exec %s --host %s --data-root %s/data --exec-root %s/exec --pidfile %s/pid --storage-driver vfs \
+	--bridge none --iptables=false --ip6tables=false --ip-forward=false --ip-masq=false`, certs, s.Addr(), daemon, socket, dir, dir, dir)
+	cmd := exec.Command("unshare", "--mount", "--propagation", "private", "/bin/sh", "-c", script)
+	cmd.Stdout, cmd.Stderr = t.Output(), t.Output()
+	cmd.Env = append(os.Environ(), s.env...)
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := cmd.Process.Signal(syscall.SIGTERM); err != nil {
+			t.Error(err)
+		}
+		if err := cmd.Wait(); err != nil {
+			t.Error(err)
+		}
+	})
+	eventually(t, "docker answers", func() error {
+		_, err := run(t.Context(), dir, s.env, s.program, "--host", socket, "version")
+		return err
+	})
+	return socket
+}
+
+// proxy shows a registry a certificate, or a token that an identity token brings, for whoever asks it, and returns where.
+func (s shown) proxy(t *testing.T, r *registry) (address string) {
+	t.Helper()
+	transport := r.ca.client().Transport.(*http.Transport)
+	if s.cert != "" {
+		pair, err := tls.LoadX509KeyPair(s.cert, s.key)
+		if err != nil {
+			t.Fatal(err)
+		}
+		transport.TLSClientConfig.Certificates = []tls.Certificate{pair}
+	}
+	bearer := func() string {
+		status, body := r.ask("POST", "/token", "", "", url.Values{"grant_type": {"refresh_token"}, "refresh_token": {s.identity}, "service": {"foil"}})
+		return readTokens(t, status, body).Access
+	}
+	p := httptest.NewServer(&httputil.ReverseProxy{Transport: transport, Rewrite: func(req *httputil.ProxyRequest) {
+		req.SetURL(&url.URL{Scheme: "https", Host: r.Addr()})
+		if s.identity != "" {
+			req.Out.Header.Set("Authorization", "Bearer "+bearer())
+		}
+	}})
+	t.Cleanup(p.Close)
+	return strings.TrimPrefix(p.URL, "http://")
 }
 
 // containerd is one with ctr, without CRI.
@@ -533,22 +644,27 @@ address = %q
 	return c
 }
 
-// The conformance program logs in by the ways of others: internal/server/serve has it with those of the server's own.
+// The conformance program logs in by each way. It takes a name and a password only: what else is shown a proxy shows for it.
 func TestConformance(t *testing.T) {
 	path := os.Getenv("FOIL_TEST_CONFORMANCE")
 	if path == "" {
 		t.Skip("FOIL_TEST_CONFORMANCE does not name the conformance program of the distribution-spec, as that of tools/conformance")
 	}
-	for _, w := range ways {
+	anonymous := way{"anonymous", "anonymous", func(t *testing.T, ca *authority, c client) (*registry, shown) {
+		return newRegistry(t, ca, mayAll("everyone")), shown{}
+	}}
+	for _, w := range append(ways[:len(ways):len(ways)], anonymous) {
 		t.Run(w.name, func(t *testing.T) {
 			ca := newAuthority(t)
 			r, shown := w.at(t, ca, client{})
-			if shown.user == "" {
-				t.Skip("the program takes a name and a password only")
-			}
 			dir := t.TempDir()
-			out, err := run(t.Context(), dir, []string{"SSL_CERT_FILE=" + ca.file, "OCI_VERSION=1.1", "OCI_TLS=enabled", "OCI_REGISTRY=" + r.Addr(), "OCI_RESULTS_DIR=" + dir,
-				"OCI_REPO1=team/conformance/1", "OCI_REPO2=team/conformance/2", "OCI_USERNAME=" + shown.user, "OCI_PASSWORD=" + shown.password}, path)
+			env := []string{"SSL_CERT_FILE=" + ca.file, "OCI_VERSION=1.1", "OCI_RESULTS_DIR=" + dir, "OCI_REPO1=team/conformance/1", "OCI_REPO2=team/conformance/2"}
+			if shown.identity != "" || shown.cert != "" {
+				env = append(env, "OCI_TLS=disabled", "OCI_REGISTRY="+shown.proxy(t, r))
+			} else {
+				env = append(env, "OCI_TLS=enabled", "OCI_REGISTRY="+r.Addr(), "OCI_USERNAME="+shown.user, "OCI_PASSWORD="+shown.password)
+			}
+			out, err := run(t.Context(), dir, env, path)
 			if err != nil {
 				t.Fatal(err)
 			}

@@ -24,7 +24,9 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -78,7 +80,50 @@ func eventually(t testing.TB, what string, try func() error) {
 	}
 }
 
-// authority issues certificates, for servers on 127.0.0.1 and for clients. file has its own.
+// insideEnv says that this process has a network of its own, where registries listen on insideAddress.
+const (
+	insideEnv     = "FOIL_CLIENTS_OWN_NETWORK"
+	insideAddress = "192.0.2.1"
+)
+
+// ownNetwork runs a part of a test once more, in a process that has a network of its own: docker takes no certificates for
+// registries on loopback addresses. It reports whether this is that process; else the test has been run.
+func ownNetwork(t *testing.T) (inside bool) {
+	t.Helper()
+	if os.Getenv(insideEnv) != "" {
+		return true
+	}
+	if os.Geteuid() != 0 {
+		t.Skip("a network of its own wants root")
+	}
+	var names []string
+	for name := range strings.SplitSeq(t.Name(), "/") {
+		names = append(names, "^"+regexp.QuoteMeta(name)+"$")
+	}
+	script := fmt.Sprintf("ip link set lo up && ip address add %s/32 dev lo && exec %s -test.v -test.run '%s'", insideAddress, os.Args[0], strings.Join(names, "/"))
+	cmd := exec.Command("/bin/sh", "-c", script)
+	cmd.Env = append(os.Environ(), insideEnv+"=1")
+	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET}
+	out, err := cmd.CombinedOutput()
+	if err != nil {
+		t.Fatalf("in a network of its own: %v\n%s", err, out)
+	}
+	if !strings.Contains(string(out), "--- PASS: "+t.Name()+" ") {
+		t.Skipf("%s", out)
+	}
+	t.Logf("%s", out)
+	return false
+}
+
+// address is where registries listen.
+func address() string {
+	if os.Getenv(insideEnv) != "" {
+		return insideAddress
+	}
+	return "127.0.0.1"
+}
+
+// authority issues certificates, for servers at address and for clients. file has its own.
 type authority struct {
 	t    testing.TB
 	cert *x509.Certificate
@@ -128,7 +173,7 @@ func (a *authority) sign(template, parent *x509.Certificate) ([]byte, *ecdsa.Pri
 func (a *authority) pair(dir, name string) (cert, key string) {
 	a.t.Helper()
 	der, private := a.sign(&x509.Certificate{SerialNumber: big.NewInt(time.Now().UnixNano()), Subject: pkix.Name{CommonName: name},
-		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(24 * time.Hour), IPAddresses: []net.IP{net.IPv4(127, 0, 0, 1)}, DNSNames: []string{"localhost"},
+		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(24 * time.Hour), IPAddresses: []net.IP{net.IPv4(127, 0, 0, 1), net.ParseIP(insideAddress)}, DNSNames: []string{"localhost"},
 		ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth, x509.ExtKeyUsageServerAuth}}, a.cert)
 	b, err := x509.MarshalECPrivateKey(private)
 	if err != nil {
@@ -152,16 +197,19 @@ type registry struct {
 	log, audit *logtest.Buffer
 }
 
-func newRegistry(t testing.TB, ca *authority, access string) *registry {
+func newRegistry(t testing.TB, ca *authority, access string, change ...func(*serve.Options)) *registry {
 	t.Helper()
 	dir := t.TempDir()
 	cert, key := ca.pair(dir, "server")
 	r := &registry{t: t, ca: ca, log: new(logtest.Buffer), audit: new(logtest.Buffer)}
-	var err error
-	r.Server, err = serve.Start(context.Background(), serve.Options{Root: filepath.Join(dir, "root"), Listen: "127.0.0.1:0", TLSCert: cert, TLSKey: key,
+	opts := serve.Options{Root: filepath.Join(dir, "root"), Listen: address() + ":0", TLSCert: cert, TLSKey: key,
 		Access: write(t, filepath.Join(dir, "access.toml"), access), Audit: r.audit,
-		Log: slog.New(slog.NewTextHandler(io.MultiWriter(r.log, t.Output()), &slog.HandlerOptions{Level: slog.LevelInfo}))})
-	if err != nil {
+		Log: slog.New(slog.NewTextHandler(io.MultiWriter(r.log, t.Output()), &slog.HandlerOptions{Level: slog.LevelInfo}))}
+	for _, c := range change {
+		c(&opts)
+	}
+	var err error
+	if r.Server, err = serve.Start(context.Background(), opts); err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
