@@ -14,6 +14,7 @@ import (
 // then opened again under its name.
 type audit struct {
 	path    string
+	failed  func(error) // told when it cannot be opened again
 	signals chan os.Signal
 	done    chan struct{}
 
@@ -22,12 +23,12 @@ type audit struct {
 	own *os.File  // guarded by mu: nil: it is standard output
 }
 
-// openAudit opens the file at path; - is stdout.
-func openAudit(stdout io.Writer, path string) (*audit, error) {
+// openAudit opens the file at path; - is stdout. failed is told when it cannot be opened again.
+func openAudit(stdout io.Writer, path string, failed func(error)) (*audit, error) {
 	if path == "-" {
 		return &audit{out: stdout}, nil
 	}
-	a := &audit{path: path, signals: make(chan os.Signal, 1), done: make(chan struct{})}
+	a := &audit{path: path, failed: failed, signals: make(chan os.Signal, 1), done: make(chan struct{})}
 	if err := a.open(); err != nil {
 		return nil, err
 	}
@@ -36,7 +37,9 @@ func openAudit(stdout io.Writer, path string) (*audit, error) {
 		defer close(a.done)
 		for range a.signals {
 			// The old file goes on if that fails; its lines are worth more than the rotation.
-			_ = a.open()
+			if err := a.open(); err != nil {
+				a.failed(err)
+			}
 		}
 	}()
 	return a, nil

@@ -151,7 +151,9 @@ func (f *serveFlags) check() error {
 func runServe(cmd *cobra.Command, f *serveFlags) error {
 	f.opts.Log = slog.New(slog.NewTextHandler(cmd.ErrOrStderr(), &slog.HandlerOptions{Level: f.level}))
 	if f.audit != "" {
-		audit, err := openAudit(cmd.OutOrStdout(), f.audit)
+		audit, err := openAudit(cmd.OutOrStdout(), f.audit, func(err error) {
+			f.opts.Log.Error("the audit log stays in the file that it was in", "error", err)
+		})
 		if err != nil {
 			return err
 		}
