@@ -50,7 +50,7 @@ repository, those that it is under. A server may run meanwhile.
 BYTES are logical: those of the manifests of a repository, and of the blobs that these
 name, each once in a repository, whatever others hold. LOOSE are bytes of blobs that no
 manifest names: pushes under way, and what deletions have left; they may be as many again.
-docs/access.md says how quotas are written.
+What a repository adds to what others have already is in foil server usage. docs/access.md says how quotas are written.
 
 Exit codes: 0; 1 an error, also that there is no such repository; 2 the command line makes
 no sense.`,

@@ -21,7 +21,7 @@ func newServerUsageCommand() *cobra.Command {
 		Short: "Say what a server's bytes are of, and what is there more than once",
 		Long: `Says what rests below the root of foil serve, by kind; what each repository would cost a registry that
 keeps layers as they are (plain), what of that no other repository has (alone), and what its contents take in packs
-that are no other's (packed); what is there more than once, by layers, files and segments; and the largest
+that are no other's (packed), and both together, which is what it adds to the store (adds); what is there more than once, by layers, files and segments; and the largest
 contents. With a repository: what each of its images costs.
 
 The server may run: it is read, and nothing is changed. It takes a copy of the catalog and a table of what was counted,
@@ -76,7 +76,7 @@ func printUsage(w io.Writer, r *usage.Report) error {
 		tables[0] = append(tables[0], row(v.Kind, fmt.Sprint(v.Files), v.Bytes, v.Disk))
 	}
 	for _, v := range r.Repositories {
-		tables[1] = append(tables[1], row(v.Name, fmt.Sprint(v.Manifests), fmt.Sprint(v.Tags), v.Plain, v.Alone, v.Shared, v.Packed))
+		tables[1] = append(tables[1], row(v.Name, fmt.Sprint(v.Manifests), fmt.Sprint(v.Tags), v.Plain, v.Alone, v.Shared, v.Packed, v.Adds))
 	}
 	for _, v := range r.Images {
 		tables[2] = append(tables[2], row(v.Name, fmt.Sprint(v.Layers), v.Plain, v.Uncompressed, v.Alone, v.Shared))
@@ -90,7 +90,7 @@ func printUsage(w io.Writer, r *usage.Report) error {
 	for _, v := range r.Largest {
 		tables[4] = append(tables[4], row(v.Bytes, fmt.Sprint(v.Copies), v.Path, v.Layer))
 	}
-	for i, head := range []string{"KIND FILES BYTES DISK", "REPOSITORY MANIFESTS TAGS PLAIN ALONE SHARED PACKED", "IMAGE LAYERS PLAIN UNCOMPRESSED ALONE SHARED",
+	for i, head := range []string{"KIND FILES BYTES DISK", "REPOSITORY MANIFESTS TAGS PLAIN ALONE SHARED PACKED ADDS", "IMAGE LAYERS PLAIN UNCOMPRESSED ALONE SHARED",
 		"DUPLICATES COUNT BYTES DISTINCT BYTES RATIO", "LARGEST COPIES PATH LAYER"} {
 		if len(tables[i]) == 0 {
 			continue

@@ -46,6 +46,7 @@ func TestUsage(t *testing.T) {
 		Repositories: []usage.Repository{{
 			Name: "a", Manifests: 1, Tags: 1,
 			Plain: size(base.Bytes) + size(second.Bytes) + config + manifest, Alone: size(second.Bytes) + config + manifest, Shared: size(base.Bytes),
+			Adds: size(second.Bytes) + config + manifest, // its contents are all in others too
 		}},
 		Images: []usage.Image{{
 			Name: "a:1", Layers: 2, Plain: size(base.Bytes) + size(second.Bytes) + config + manifest, Uncompressed: tars[0] + tars[1],
@@ -98,6 +99,11 @@ func TestUsage(t *testing.T) {
 	// A pack is its frames, a table and 72 bytes.
 	if p := kinds["packs"]; got.Packed <= 0 || got.Packed > p.Bytes-72*p.Files || got.Packed < p.Bytes-(72+100)*p.Files {
 		t.Errorf("segments take %d bytes of packs of %+v", got.Packed, p)
+	}
+	for _, r := range got.Repositories {
+		if r.Adds != r.Alone+r.Packed {
+			t.Errorf("%+v", r)
+		}
 	}
 	if alone := got.Repositories[0].Packed + got.Repositories[1].Packed; alone <= 0 || alone >= got.Packed {
 		t.Errorf("of %d bytes %d are one repository's", got.Packed, alone)

@@ -173,7 +173,7 @@ func (t *tally) report(ctx context.Context, o Options, r *Report) error {
 	})
 	for i := range r.Repositories {
 		v := &r.Repositories[i]
-		v.Shared = v.Plain - v.Alone
+		v.Shared, v.Adds = v.Plain-v.Alone, v.Alone+v.Packed
 	}
 	if err != nil {
 		return fmt.Errorf("repositories: %w", err)

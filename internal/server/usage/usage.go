@@ -63,6 +63,8 @@ type Repository struct {
 	Shared int64 `json:"shared"`
 	// Packed is what its segments take in packs that are no other's.
 	Packed int64 `json:"packed_alone"`
+	// Adds is what the repository adds to the store: blobs, manifests and packs that nobody else needs.
+	Adds int64 `json:"adds"`
 }
 
 // Image is what one image costs.
