@@ -88,19 +88,19 @@ func needKubelet(t *testing.T) (bin string) {
 	return bin
 }
 
-// kubelet is one of the test's own, which no API server tells what to do, unless kubeconfig is set.
+// kubelet is one of the test's own, which no API server tells what to do, unless it has kubeconfigFlag.
 type kubelet struct {
 	*process
-	bin, dir   string
-	group      string // below which its control groups are, in each hierarchy
-	config     map[string]any
-	kubeconfig string
-	runtime    cri.RuntimeServiceClient
-	gone       bool // its pods
+	bin, dir string
+	group    string // below which its control groups are, in each hierarchy
+	config   map[string]any
+	flags    string
+	runtime  cri.RuntimeServiceClient
+	gone     bool // its pods
 }
 
-// kubeconfigSetting is none of the kubelet's file, but a flag.
-const kubeconfigSetting = "kubeconfig"
+// Settings that begin with -- are none of the kubelet's file, but flags.
+const kubeconfigFlag = "--kubeconfig"
 
 // kubeletHost is a containerd as a kubelet needs it, whose pods have addresses.
 func kubeletHost(t *testing.T) containerdVersion {
@@ -178,8 +178,8 @@ func startKubelet(t *testing.T, bin string, c *containerd, settings map[string]a
 	k.runtime = runtimeService(t, c.socket())
 	k.config = kubelettest.Config(dir, c.socket(), "/"+k.group)
 	for name, value := range settings {
-		if name == kubeconfigSetting {
-			k.kubeconfig = value.(string)
+		if strings.HasPrefix(name, "--") {
+			k.flags += fmt.Sprintf(" %s %s", name, value)
 			continue
 		}
 		k.config[name] = value
@@ -200,9 +200,7 @@ func (k *kubelet) start(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if k.kubeconfig != "" {
-		script += " --kubeconfig " + k.kubeconfig
-	}
+	script += k.flags
 	t.Cleanup(func() {
 		if k.gone {
 			return // one that was started later has done it

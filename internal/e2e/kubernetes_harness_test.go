@@ -120,12 +120,13 @@ func (c *cluster) create(t *testing.T, collection, manifest string) {
 
 // collections are where the API has objects of a kind.
 var collections = map[string]string{
-	"Namespace":  "/api/v1/namespaces",
-	"ConfigMap":  "/api/v1/namespaces/%s/configmaps",
-	"Secret":     "/api/v1/namespaces/%s/secrets",
-	"Pod":        "/api/v1/namespaces/%s/pods",
-	"DaemonSet":  "/apis/apps/v1/namespaces/%s/daemonsets",
-	"Deployment": "/apis/apps/v1/namespaces/%s/deployments",
+	"Namespace":      "/api/v1/namespaces",
+	"ConfigMap":      "/api/v1/namespaces/%s/configmaps",
+	"Secret":         "/api/v1/namespaces/%s/secrets",
+	"ServiceAccount": "/api/v1/namespaces/%s/serviceaccounts",
+	"Pod":            "/api/v1/namespaces/%s/pods",
+	"DaemonSet":      "/apis/apps/v1/namespaces/%s/daemonsets",
+	"Deployment":     "/apis/apps/v1/namespaces/%s/deployments",
 }
 
 // apply makes all objects of a file.

@@ -23,11 +23,19 @@ func TestKubernetes(t *testing.T) {
 	bin := needKubelet(t)
 	cl := startCluster(t, bin)
 	k := newLink(t, "", 4<<20)
-	n := startNode(t, bin, map[string]any{kubeconfigSetting: cl.kubeconfig}, k)
+	keys, err := cl.call(http.MethodGet, "/openid/v1/jwks", "", "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	private := startPrivate(t, string(keys))
+	settings := private.provider(t)
+	settings[kubeconfigFlag] = cl.kubeconfig
+	n := startNode(t, bin, settings, k)
 	cl.nodeReady(t)
 	t.Run("manifests", func(t *testing.T) { testManifests(t, cl) })
 	t.Run("pull policies", func(t *testing.T) { testPullPolicies(t, cl, n) })
 	t.Run("pull secret", func(t *testing.T) { testImagePullSecret(t, cl, n) })
+	t.Run("service account", func(t *testing.T) { testServiceAccount(t, cl, n, private) })
 	t.Run("deployment", func(t *testing.T) { testDeployment(t, cl, n, k) })
 	t.Run("eviction by limit", func(t *testing.T) { testEviction(t, cl, n) })
 }
@@ -114,6 +122,22 @@ func testImagePullSecret(t *testing.T, cl *cluster, n *node) {
 	}
 	for _, name := range []string{"without", "with"} {
 		if _, err := cl.call(http.MethodDelete, "/api/v1/namespaces/default/pods/"+name, "", ""); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// A private image, for a pod that logs in as its service account.
+func testServiceAccount(t *testing.T, cl *cluster, n *node, private *private) {
+	cl.apply(t, "apiVersion: v1\nkind: ServiceAccount\nmetadata:\n  name: "+mayPull+"\n---\napiVersion: v1\nkind: ServiceAccount\nmetadata:\n  name: stranger\n")
+	for _, account := range []string{"stranger", mayPull} {
+		cl.run(t, "of-"+account, sleeper(private.ref, "Always")+"  serviceAccountName: "+account+"\n")
+	}
+	cl.pod(t, "of-"+mayPull, "ready", kubelettest.Pod.Ready)
+	cl.pod(t, "of-stranger", "refused", func(p kubelettest.Pod) bool { return waits(p, "ImagePullBackOff") || waits(p, "ErrImagePull") })
+	private.check(t, n)
+	for _, account := range []string{"stranger", mayPull} {
+		if _, err := cl.call(http.MethodDelete, "/api/v1/namespaces/default/pods/of-"+account, "", ""); err != nil {
 			t.Error(err)
 		}
 	}
