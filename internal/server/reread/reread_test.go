@@ -6,6 +6,8 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	"hydrofoil.dev/foil/internal/server/reread"
 )
@@ -50,19 +52,84 @@ func TestFile(t *testing.T) {
 	}
 	write("one")
 	want("the first", "one", 0, 0)
-	write("two")
-	want("another", "two", 0, 1)
+	if err := os.WriteFile(path, []byte("one written over"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	want("written in place", "one written over", 0, 1)
+	// Moved away, with another in its place.
+	if err := os.WriteFile(path+".other", []byte("two"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := errors.Join(os.Rename(path, path+".old"), os.Rename(path+".other", path)); err != nil {
+		t.Fatal(err)
+	}
+	want("another", "two", 0, 2)
 	write("bad")
-	want("a bad one", "two", 1, 1)
+	want("a bad one", "two", 1, 2)
 	if !strings.Contains(failures[0], path+": it is bad") {
 		t.Errorf("told %q", failures[0])
 	}
 	if err := os.Remove(path); err != nil {
 		t.Fatal(err)
 	}
-	want("none", "two", 2, 1)
+	want("none", "two", 2, 2)
 	write("new")
-	want("it is back", "new", 2, 2)
+	want("it is back", "new", 2, 3)
+}
+
+// A path that leads elsewhere: by a symbolic link at once, by another directory soon.
+func TestPath(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		dir := t.TempDir()
+		for _, of := range []string{"one", "two"} {
+			if err := errors.Join(os.Mkdir(filepath.Join(dir, of), 0o700), os.WriteFile(filepath.Join(dir, of, "file"), []byte(of), 0o600)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		parse := func(b []byte) (string, error) { return string(b), nil }
+		link := filepath.Join(dir, "link")
+		if err := os.Symlink("one", link); err != nil {
+			t.Fatal(err)
+		}
+		linked := &reread.File[string]{Path: filepath.Join(link, "file"), Parse: parse}
+		direct := &reread.File[string]{Path: filepath.Join(dir, "one", "file"), Parse: parse}
+		want := func(f *reread.File[string], value string) {
+			t.Helper()
+			if got, err := f.Get(); got != value || err != nil {
+				t.Errorf("%s: %q, %v, want %q", f.Path, got, err, value)
+			}
+		}
+		want(linked, "one")
+		want(direct, "one")
+		if err := errors.Join(os.Symlink("two", link+".new"), os.Rename(link+".new", link)); err != nil {
+			t.Fatal(err)
+		}
+		want(linked, "two")
+		if err := errors.Join(os.Rename(filepath.Join(dir, "one"), filepath.Join(dir, "old")), os.Rename(filepath.Join(dir, "two"), filepath.Join(dir, "one"))); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(time.Second)
+		want(direct, "two")
+	})
+}
+
+// BenchmarkGet is what a file costs each request.
+func BenchmarkGet(b *testing.B) {
+	dir := b.TempDir()
+	if err := errors.Join(os.WriteFile(filepath.Join(dir, "file"), []byte("x"), 0o600), os.Symlink("file", filepath.Join(dir, "link"))); err != nil {
+		b.Fatal(err)
+	}
+	for _, name := range []string{"file", "link"} {
+		b.Run(name, func(b *testing.B) {
+			f := &reread.File[int]{Path: filepath.Join(dir, name), Parse: func(b []byte) (int, error) { return len(b), nil }}
+			b.ReportAllocs()
+			for b.Loop() {
+				if _, err := f.Get(); err != nil {
+					b.Fatal(err)
+				}
+			}
+		})
+	}
 }
 
 // A file that cannot be used at first is an error until it can.
