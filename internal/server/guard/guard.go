@@ -81,7 +81,9 @@ type Guard struct {
 	fixed     *policy               // beside a judge
 	judge     Judge                 // nil: rules decide
 	decisions *prometheus.CounterVec
+	decided   map[access.Right]*[2]prometheus.Counter // of decisions: denied, allowed
 	logins    *prometheus.CounterVec
+	known     map[string]prometheus.Counter // of logins, by way
 	limited   *prometheus.CounterVec
 	delayed   prometheus.Counter
 	untagged  prometheus.Counter
@@ -196,6 +198,14 @@ func newGuard(audit io.Writer, log *slog.Logger) *Guard {
 			Help: "Tags that rules of retention did not keep."}),
 		delayed: prometheus.NewCounter(prometheus.CounterOpts{Name: "foil_serve_delayed_seconds_total",
 			Help: "How long bodies of requests and answers were held up to keep to [limits] bytes."}),
+	}
+	// Asked for by name each time they would cost each request more than its rules do.
+	g.decided, g.known = make(map[access.Right]*[2]prometheus.Counter), make(map[string]prometheus.Counter)
+	for _, r := range access.Rights() {
+		g.decided[r] = &[2]prometheus.Counter{g.decisions.WithLabelValues(r.String(), "denied"), g.decisions.WithLabelValues(r.String(), "allowed")}
+	}
+	for _, way := range login.Ways {
+		g.known[way] = g.logins.WithLabelValues(way, "known")
 	}
 	if audit != nil {
 		g.audit = slog.New(slog.NewJSONHandler(audit, nil))
@@ -321,7 +331,7 @@ func (g *Guard) Wrap(next http.Handler, open func(*http.Request) bool) http.Hand
 				return
 			}
 			c.Identity = *id
-			g.logins.WithLabelValues(id.Way, "known").Inc()
+			g.known[id.Way].Inc()
 		}
 		c.client = clientOf(c, open(req))
 		end, err := g.begin(p.quotas, c.client)
@@ -345,7 +355,7 @@ func (g *Guard) Token(w http.ResponseWriter, req *http.Request) {
 		g.failed(w, req, p, address, err)
 		return
 	}
-	g.logins.WithLabelValues(id.Way, "known").Inc()
+	g.known[id.Way].Inc()
 	if g.audit != nil {
 		g.audit.Info("token", "subject", id.Name, "way", id.Way, "address", address.String())
 	}
@@ -455,14 +465,14 @@ func (g *Guard) Check(ctx context.Context, right access.Right, repository string
 	if g.judge != nil {
 		err := g.judged(ctx, c, right, repository, about)
 		if _, denied := errors.AsType[*Denied](err); denied || err == nil {
-			g.decided(c, right, repository, about, err == nil, nil)
+			g.record(c, right, repository, about, err == nil, nil)
 		}
 		return err
 	}
 	p := c.now(g)
 	allowed, rule := p.rules.Decide(c.Subject, right, repository)
 	within := c.Within(right, repository)
-	g.decided(c, right, repository, about, allowed && within, rule)
+	g.record(c, right, repository, about, allowed && within, rule)
 	if allowed && within {
 		return nil
 	}
@@ -534,12 +544,14 @@ func (p *policy) allows(c *caller, right access.Right, repository string) (bool,
 	return allowed && c.Within(right, repository), rule
 }
 
-func (g *Guard) decided(c *caller, right access.Right, repository string, about []string, allowed bool, rule *access.Rule) {
-	result := "denied"
+func (g *Guard) record(c *caller, right access.Right, repository string, about []string, allowed bool, rule *access.Rule) {
+	result, n := "denied", 0
 	if allowed {
-		result = "allowed"
+		result, n = "allowed", 1
 	}
-	g.decisions.WithLabelValues(right.String(), result).Inc()
+	if of := g.decided[right]; of != nil { // a right that there is
+		of[n].Inc()
+	}
 	if g.audit == nil {
 		return
 	}
@@ -560,6 +572,9 @@ func (p *policy) address(req *http.Request) netip.Addr {
 		return netip.Addr{}
 	}
 	a := peer.Addr().Unmap()
+	if !p.trusts(a) {
+		return a
+	}
 	hops := strings.Split(strings.Join(req.Header.Values("X-Forwarded-For"), ","), ",")
 	for n := len(hops) - 1; n >= 0 && p.trusts(a); n-- {
 		hop, err := netip.ParseAddr(strings.TrimSpace(hops[n]))

@@ -305,8 +305,11 @@ func (l *Logins) basic(ctx context.Context, user, password string, address netip
 
 // token takes a token: the server's own, an external token service's, or an issuer's.
 func (l *Logins) token(ctx context.Context, raw string, address netip.Addr) (*Identity, error) {
-	if name := sha256.Sum256([]byte(raw)); l.external == nil && l.state.seen.get(name) != nil {
-		return l.ownNamed(raw, name, useAccess)
+	if l.external == nil {
+		name := sha256.Sum256([]byte(raw))
+		if c := l.state.seen.get(name); c != nil {
+			return l.ownClaims(c, useAccess)
+		}
 	}
 	from, err := issuerOf(raw)
 	if err != nil {

@@ -5,6 +5,7 @@ import (
 	"crypto/hmac"
 	"crypto/rand"
 	"crypto/sha256"
+	"crypto/subtle"
 	"encoding/binary"
 	"encoding/hex"
 	"errors"
@@ -41,6 +42,7 @@ type users struct {
 // passwords are the lines of a file.
 type passwords struct {
 	hashes map[string]string // by name
+	lines  map[string]string // lineOf these
 	// nobody is a hash that no password has, of the highest cost in the file: what a name costs that is
 	// not there.
 	nobody string
@@ -58,7 +60,7 @@ func openUsers(path string, state *State) (*users, error) {
 
 // parsePasswords reads an htpasswd file.
 func parsePasswords(b []byte) (*passwords, error) {
-	p := &passwords{hashes: map[string]string{}}
+	p := &passwords{hashes: map[string]string{}, lines: map[string]string{}}
 	highest := bcrypt.MinCost
 	n := 0
 	for line := range strings.Lines(string(b)) {
@@ -84,7 +86,7 @@ func parsePasswords(b []byte) (*passwords, error) {
 		if _, twice := p.hashes[name]; twice {
 			return nil, fmt.Errorf("line %d: user %s is there twice", n, name)
 		}
-		p.hashes[name] = hash
+		p.hashes[name], p.lines[name] = hash, lineOf(hash)
 		highest = max(highest, cost)
 	}
 	if len(p.hashes) == 0 {
@@ -131,8 +133,8 @@ func (u *users) current(user, line string) bool {
 	if err != nil {
 		return false
 	}
-	hash, ok := p.hashes[user]
-	return ok && hmac.Equal([]byte(lineOf(hash)), []byte(line))
+	now, ok := p.lines[user]
+	return ok && subtle.ConstantTimeCompare([]byte(now), []byte(line)) == 1
 }
 
 // lineOf names the state of a user's line without saying what it is: the hash has 128 random bits.

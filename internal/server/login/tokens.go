@@ -75,13 +75,22 @@ func (l *Logins) sign(id *Identity, use string, lifetime time.Duration) (string,
 
 // own verifies one of the server's own tokens. Errors: *Error.
 func (l *Logins) own(raw, use string) (*Identity, error) {
-	return l.ownNamed(raw, sha256.Sum256([]byte(raw)), use)
+	name := sha256.Sum256([]byte(raw))
+	c := l.state.seen.get(name)
+	if c == nil {
+		var err error
+		if c, err = l.parse(raw); err != nil {
+			return nil, &Error{Way: WayToken, Message: "the token is not valid here", Reason: err}
+		}
+		l.state.seen.put(name, c)
+	}
+	return l.ownClaims(c, use)
 }
 
-// ownNamed is own of a token whose hash is known.
-func (l *Logins) ownNamed(raw string, name [sha256.Size]byte, use string) (*Identity, error) {
-	c, err := l.verify(raw, name, use)
-	if err != nil {
+// ownClaims is own of a token that was right before: signature and claims do not change, and its time, and whether its
+// owner is still known, are looked at each time.
+func (l *Logins) ownClaims(c *claims, use string) (*Identity, error) {
+	if err := l.counts(c, use); err != nil {
 		message := "the token is not valid here"
 		if errors.Is(err, jwt.ErrExpired) {
 			message = "the token has expired"
@@ -91,25 +100,16 @@ func (l *Logins) ownNamed(raw string, name [sha256.Size]byte, use string) (*Iden
 	return &Identity{Subject: access.Subject{Name: c.Subject, Groups: c.Groups}, Way: WayToken, Shown: true, password: c.Line, expires: c.Expiry.Time()}, nil
 }
 
-// verify verifies a token. One that was right before is not computed again: signature and claims do not change,
-// and its time, and whether its owner is still known, are looked at each time.
-func (l *Logins) verify(raw string, name [sha256.Size]byte, use string) (*claims, error) {
-	c := l.state.seen.get(name)
-	if c == nil {
-		var err error
-		if c, err = l.parse(raw); err != nil {
-			return nil, err
-		}
-		l.state.seen.put(name, c)
-	}
+// counts reports why a token does not count now for a use.
+func (l *Logins) counts(c *claims, use string) error {
 	service := l.c.Tokens.Service
 	if err := c.ValidateWithLeeway(jwt.Expected{Issuer: service, AnyAudience: jwt.Audience{service}, Time: time.Now()}, 0); err != nil {
-		return nil, err
+		return err
 	}
 	if c.Use != use {
-		return nil, errors.New("it is for something else: " + c.Use)
+		return errors.New("it is for something else: " + c.Use)
 	}
-	return c, l.holds(c)
+	return l.holds(c)
 }
 
 // parse reads a token that one of the server's keys has signed.
