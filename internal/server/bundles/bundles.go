@@ -71,6 +71,8 @@ type Options struct {
 	Recipe func(ctx context.Context, m *Resolved, layer int) (catalog.Layer, error)
 	// Guard says who may do what; nil: everybody may everything.
 	Guard *guard.Guard
+	// Heavy is where what is dear to read waits for its turn; nil: nothing does.
+	Heavy *limit.Heavy[guard.Client]
 	// Webhooks is told of pulls; nil: nobody is.
 	Webhooks *webhooks.Sender
 	// StartupMax is how large a startup set may be.
@@ -294,13 +296,22 @@ func (h *Handler) pull(w http.ResponseWriter, r *http.Request) {
 		}
 		writeError(w, h.log, err, about)
 	}
+	small, err := h.o.Guard.Large(ctx, r.ContentLength)
+	if err != nil {
+		fail(err, "")
+		return
+	}
+	defer small()
 	b, err := h.body(w, r, bundle.MaxRequest)
 	if err != nil {
 		fail(err, "")
 		return
 	}
-	req, err := bundle.DecodeRequest(b)
-	if err != nil {
+	var req *bundle.Request
+	if err := h.heavy(ctx, len(b), func() (err error) {
+		req, err = bundle.DecodeRequest(b)
+		return err
+	}); err != nil {
 		fail(&bundle.Error{Code: bundle.CodeInvalid, Message: err.Error()}, "")
 		return
 	}
@@ -346,6 +357,29 @@ func (h *Handler) pull(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	result = resultSent
+}
+
+// heavy reads a document of so many bytes, when it is its turn if they are many.
+func (h *Handler) heavy(ctx context.Context, n int, read func() error) error {
+	if n < limit.HeavyBytes {
+		return read()
+	}
+	leave, err := h.o.Heavy.Enter(ctx, guard.ClientOf(ctx))
+	if err != nil {
+		return err
+	}
+	defer leave()
+	return read()
+}
+
+// held is heavy of a document that is in memory already, as manifests are: few of a client may be.
+func (h *Handler) held(ctx context.Context, n int, read func() error) error {
+	end, err := h.o.Guard.Large(ctx, int64(n))
+	if err != nil {
+		return err
+	}
+	defer end()
+	return h.heavy(ctx, n, read)
 }
 
 // begin lets a request for a bundle, or for what proves one, begin. charge takes how long was worked for it.

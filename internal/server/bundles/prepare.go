@@ -15,7 +15,7 @@ import (
 // CodeUnsupported.
 func (h *Handler) Prepare(ctx context.Context, repository string, manifest digest.Digest) error {
 	defer h.o.Readers.Begin()()
-	m, err := resolve(ctx, h.o.Catalog, h.o.Objects, bundle.ImageRequest{Repository: repository, Reference: manifest.String()})
+	m, err := resolve(ctx, h.o.Catalog, h.o.Objects, bundle.ImageRequest{Repository: repository, Reference: manifest.String()}, h.heavy)
 	if err != nil {
 		return err
 	}
@@ -33,7 +33,7 @@ func (h *Handler) Prepare(ctx context.Context, repository string, manifest diges
 // served or prepared the next time. The error is one of Prepare.
 func (h *Handler) Suspect(ctx context.Context, repository string, manifest digest.Digest) error {
 	defer h.o.Readers.Begin()()
-	m, err := resolve(ctx, h.o.Catalog, h.o.Objects, bundle.ImageRequest{Repository: repository, Reference: manifest.String()})
+	m, err := resolve(ctx, h.o.Catalog, h.o.Objects, bundle.ImageRequest{Repository: repository, Reference: manifest.String()}, h.heavy)
 	if err == nil {
 		h.suspect(m)
 	}

@@ -57,12 +57,12 @@ func (h *Handler) resolve(ctx context.Context, want bundle.ImageRequest) (*Resol
 	if err != nil {
 		return nil, err
 	}
-	return resolve(ctx, cat, h.o.Objects, want)
+	return resolve(ctx, cat, h.o.Objects, want, h.held)
 }
 
 // resolve finds an image by what its repository holds, and nothing else: a
-// digest that another repository holds is not found.
-func resolve(ctx context.Context, cat catalog.Repositories, store objects.Store, want bundle.ImageRequest) (*Resolved, error) {
+// digest that another repository holds is not found. heavy reads documents, as Handler.held does.
+func resolve(ctx context.Context, cat catalog.Repositories, store objects.Store, want bundle.ImageRequest, heavy func(context.Context, int, func() error) error) (*Resolved, error) {
 	r := &Resolved{Repository: want.Repository, Reference: want.Reference}
 	d := digest.Digest(want.Reference)
 	if d.Validate() != nil {
@@ -82,7 +82,10 @@ func resolve(ctx context.Context, cat catalog.Repositories, store objects.Store,
 	}
 	if oci.IsIndex(m.MediaType) {
 		r.Chosen = &bundle.Blob{Digest: m.Digest, MediaType: m.MediaType, Bytes: m.Bytes}
-		if entry, err = choose(m, p); err != nil {
+		if err = heavy(ctx, len(m.Bytes), func() error {
+			entry, err = choose(m, p)
+			return err
+		}); err != nil {
 			return nil, noBundle("index "+m.Digest.String(), err)
 		}
 		if m, err = cat.Manifest(ctx, want.Repository, entry.Digest); err != nil {
@@ -93,7 +96,7 @@ func resolve(ctx context.Context, cat catalog.Repositories, store objects.Store,
 		}
 	}
 	r.Manifest = bundle.Blob{Digest: m.Digest, MediaType: m.MediaType, Bytes: m.Bytes}
-	if err := r.resolveManifest(ctx, cat, store); err != nil {
+	if err := r.resolveManifest(ctx, cat, store, heavy); err != nil {
 		return nil, err
 	}
 	if r.Chosen != nil {
@@ -104,9 +107,13 @@ func resolve(ctx context.Context, cat catalog.Repositories, store objects.Store,
 	return r, nil
 }
 
-func (r *Resolved) resolveManifest(ctx context.Context, cat catalog.Repositories, store objects.Store) error {
+func (r *Resolved) resolveManifest(ctx context.Context, cat catalog.Repositories, store objects.Store, heavy func(context.Context, int, func() error) error) error {
 	about := "manifest " + r.Manifest.Digest.String()
-	manifest, err := oci.ReadManifest(r.Manifest.MediaType, r.Manifest.Bytes)
+	var manifest *ocispec.Manifest
+	err := heavy(ctx, len(r.Manifest.Bytes), func() (err error) {
+		manifest, err = oci.ReadManifest(r.Manifest.MediaType, r.Manifest.Bytes)
+		return err
+	})
 	if err != nil {
 		return noBundle(about, err)
 	}
@@ -131,8 +138,11 @@ func (r *Resolved) resolveManifest(ctx context.Context, cat catalog.Repositories
 		return fmt.Errorf("read config %s: %w", c.Digest, err)
 	}
 	r.Config = bundle.Blob{Digest: c.Digest, MediaType: c.MediaType, Bytes: b}
-	config, err := oci.ReadConfig(manifest, c.MediaType, b)
-	if err != nil {
+	var config *ocispec.Image
+	if err := heavy(ctx, len(b), func() (err error) {
+		config, err = oci.ReadConfig(manifest, c.MediaType, b)
+		return err
+	}); err != nil {
 		return noBundle(about, err)
 	}
 	r.Image = *config
@@ -197,6 +207,9 @@ func platform(p *ocispec.Platform) string {
 
 // noBundle says what an image's documents lack for a bundle.
 func noBundle(about string, err error) error {
+	if isBeyond(err) || errors.Is(err, context.Canceled) {
+		return err // nobody has looked
+	}
 	code := bundle.CodeUnsupported
 	if errors.Is(err, oci.ErrNoPlatform) {
 		code = bundle.CodeNotFound

@@ -100,7 +100,7 @@ func (i *issuer) token(iss string, claims map[string]any) string {
 }
 
 // open reads a configuration, whose files are below dir.
-func open(t *testing.T, dir, config string) *guard.Guard {
+func open(t testing.TB, dir, config string) *guard.Guard {
 	t.Helper()
 	file := filepath.Join(dir, "access.toml")
 	if err := os.WriteFile(file, []byte(config), 0o600); err != nil {
@@ -446,5 +446,77 @@ func TestExternalTokensThatGrantTooLittle(t *testing.T) {
 		if got := ask(g, test.who, test.right, test.repository); got != test.want {
 			t.Errorf("%s of %s: %s, want %s", test.right, test.repository, got, test.want)
 		}
+	}
+}
+
+// BenchmarkGuard is what rules and a token add to a request: who it is, and whether they may.
+func BenchmarkGuard(b *testing.B) {
+	dir := b.TempDir()
+	hash, err := bcrypt.GenerateFromPassword([]byte("password"), bcrypt.MinCost)
+	if err != nil {
+		b.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(dir, "htpasswd"), fmt.Appendf(nil, "ann:%s\n", hash), 0o600); err != nil {
+		b.Fatal(err)
+	}
+	g := open(b, dir, fmt.Sprintf("[passwords]\nfile = %q\n[limits]\nrequests = 1e9\nburst = 1000000000\n[[rule]]\nto = [\"user:ann\"]\nallow = [\"pull\"]\nrepositories = [\"team/**\"]\n",
+		filepath.Join(dir, "htpasswd")))
+	w := httptest.NewRecorder()
+	form := strings.NewReader("grant_type=password&service=foil&username=ann&password=password")
+	req := httptest.NewRequest("POST", "/token", form)
+	req.Header.Set("Content-Type", "application/x-www-form-urlencoded")
+	g.Token(w, req)
+	var got struct{ Token string }
+	if err := json.Unmarshal(w.Body.Bytes(), &got); err != nil || got.Token == "" {
+		b.Fatalf("no token: %s", w.Body)
+	}
+	req = httptest.NewRequest("GET", "/v2/team/app/manifests/1", nil)
+	req.Header.Set("Authorization", "Bearer "+got.Token)
+	h := g.Wrap(http.HandlerFunc(func(_ http.ResponseWriter, req *http.Request) {
+		if err := g.Check(req.Context(), access.Pull, "team/app", "1"); err != nil {
+			b.Fatal(err)
+		}
+	}), func(*http.Request) bool { return false })
+	b.ReportAllocs()
+	for b.Loop() {
+		h.ServeHTTP(w, req)
+	}
+}
+
+// What is large and in memory is counted for each client; what is small is not.
+func TestLarge(t *testing.T) {
+	g := open(t, t.TempDir(), "[[rule]]\nto = [\"everyone\"]\nallow = [\"pull\"]\nrepositories = [\"**\"]\n")
+	var ends []func()
+	large := func(address string, length int64) (err error) {
+		h := g.Wrap(http.HandlerFunc(func(_ http.ResponseWriter, req *http.Request) {
+			var end func()
+			if end, err = g.Large(req.Context(), length); err == nil {
+				ends = append(ends, end)
+			}
+		}), func(*http.Request) bool { return false })
+		req := httptest.NewRequest("GET", "/", nil)
+		req.RemoteAddr = address
+		h.ServeHTTP(httptest.NewRecorder(), req)
+		return err
+	}
+	const one, other = "192.0.2.1:1", "192.0.2.2:1"
+	for n := range 16 {
+		if err := large(one, []int64{-1, limit.HeavyBytes}[n%2]); err != nil {
+			t.Fatal(err)
+		}
+	}
+	var beyond *guard.Beyond
+	if err := large(one, -1); !errors.As(err, &beyond) || beyond.After == 0 || !strings.Contains(err.Error(), "too many large requests") {
+		t.Errorf("one more: %v", err)
+	}
+	if err := large(one, limit.HeavyBytes-1); err != nil {
+		t.Errorf("a small one: %v", err)
+	}
+	if err := large(other, -1); err != nil {
+		t.Errorf("another client: %v", err)
+	}
+	ends[0]()
+	if err := large(one, -1); err != nil {
+		t.Errorf("when one has ended: %v", err)
 	}
 }

@@ -41,6 +41,8 @@ type Limits struct {
 }
 
 const (
+	// maxLarge is how many large requests of a client are in memory at once.
+	maxLarge = 16
 	// maxClients is how many clients are told apart; the others count as one.
 	maxClients = 10_000
 	// leastBytes is the least rate of a client, and of each of its requests when all that may be are under way, bytes a
@@ -64,6 +66,7 @@ type quotas struct {
 	mu      sync.Mutex
 	running map[Client]int // guarded by mu
 	bundles map[Client]int // guarded by mu
+	large   map[Client]int // guarded by mu
 }
 
 func newQuotas(l Limits) (*quotas, error) {
@@ -85,7 +88,7 @@ func newQuotas(l Limits) (*quotas, error) {
 	if l.Work > 0 && l.Work < limit.Duration(time.Second) || l.UploadIdle > 0 && l.UploadIdle < limit.Duration(time.Hour) {
 		return nil, errors.New(`[limits]: work wants at least a second of each hour ("10m"), upload-idle at least an hour ("24h")`)
 	}
-	q := &quotas{Limits: l, requests: limit.New[Client](l.Requests, l.Burst, maxClients), running: make(map[Client]int), bundles: make(map[Client]int)}
+	q := &quotas{Limits: l, requests: limit.New[Client](l.Requests, l.Burst, maxClients), running: make(map[Client]int), bundles: make(map[Client]int), large: make(map[Client]int)}
 	if l.Bytes > 0 {
 		q.bytes = limit.New[Client](float64(l.Bytes), int(l.Bytes), maxClients)
 	}
@@ -101,6 +104,7 @@ const (
 	limitRequests    = "requests"
 	limitParallel    = "parallel"
 	limitBundles     = "bundles"
+	limitLarge       = "large"
 	limitWork        = "work"
 	LimitUploads     = "uploads"
 	LimitUploadBytes = "upload-bytes"
@@ -108,7 +112,7 @@ const (
 	LimitImmutable   = "immutable"
 )
 
-var limits = []string{limitRequests, limitParallel, limitBundles, limitWork, LimitUploads, LimitUploadBytes, LimitQuota, LimitImmutable}
+var limits = []string{limitRequests, limitParallel, limitBundles, limitLarge, limitWork, LimitUploads, LimitUploadBytes, LimitQuota, LimitImmutable}
 
 // Beyond is a limit that a client has reached.
 type Beyond struct {
@@ -181,6 +185,22 @@ func (g *Guard) Bundle(ctx context.Context) (end func(), err error) {
 	end, ok := q.count(q.bundles, c.client, q.Bundles)
 	if !ok {
 		return nil, g.Beyond(limitBundles, time.Second, "too many bundles at once: wait for some to end")
+	}
+	return end, nil
+}
+
+// Large lets something large be in memory for a client: the body of a request, which waits there for its turn to be worked on, a
+// manifest, an answer that the client takes. length is as http.Request has it: that of others is not known. Errors: *Beyond.
+func (g *Guard) Large(ctx context.Context, length int64) (end func(), err error) {
+	c := from(ctx)
+	if g == nil || c == nil || 0 <= length && length < limit.HeavyBytes {
+		return func() {}, nil
+	}
+	q := g.now().quotas
+	end, ok := q.count(q.large, c.client, maxLarge)
+	if !ok {
+		g.Refused(limitLarge)
+		return nil, &Beyond{"too many large requests at once: wait for some to end", time.Second}
 	}
 	return end, nil
 }

@@ -1,13 +1,14 @@
 package registry
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"net/http"
-	"strings"
+	"strconv"
 	"syscall"
 	"time"
 
@@ -180,16 +181,24 @@ func hearOut(w http.ResponseWriter, req *http.Request) {
 const refused = 10 * time.Second
 
 func writeJSON(w http.ResponseWriter, status int, mediaType string, body any) error {
-	var b strings.Builder
+	b, err := encodeJSON(body)
+	if err == nil {
+		writeEncoded(w, status, mediaType, b)
+	}
+	return err
+}
+
+func encodeJSON(body any) ([]byte, error) {
+	var b bytes.Buffer
 	enc := json.NewEncoder(&b)
 	enc.SetEscapeHTML(false)
-	if err := enc.Encode(body); err != nil {
-		return err
-	}
+	err := enc.Encode(body)
+	return b.Bytes(), err
+}
+
+func writeEncoded(w http.ResponseWriter, status int, mediaType string, b []byte) {
 	w.Header().Set("Content-Type", mediaType)
-	w.Header().Set("Content-Length", fmt.Sprint(b.Len()))
+	w.Header().Set("Content-Length", strconv.Itoa(len(b)))
 	w.WriteHeader(status)
-	// A client that is gone learns nothing, which is no failure of ours.
-	_, _ = w.Write([]byte(b.String()))
-	return nil
+	_, _ = w.Write(b) // a client that is gone learns nothing, which is no failure of ours
 }

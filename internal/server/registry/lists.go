@@ -9,6 +9,8 @@ import (
 	"github.com/opencontainers/go-digest"
 	"github.com/opencontainers/image-spec/specs-go"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+
+	"hydrofoil.dev/foil/internal/server/guard"
 )
 
 // page answers a list request: names is asked for at most limit of them after
@@ -111,28 +113,57 @@ func (r *Registry) listReferrers(w http.ResponseWriter, req *http.Request, name,
 			return err
 		}
 	}
+	b, end, err := r.referrers(req.Context(), name, d, artifactType, last)
+	if err != nil {
+		return err
+	}
+	taken, err := r.opts.Guard.Large(req.Context(), int64(len(b))) // in memory until the client has taken it
+	if err != nil {
+		return err
+	}
+	defer taken()
+	if end != "" {
+		next := url.Values{"last": {end.String()}}
+		if artifactType != "" {
+			next.Set("artifactType", artifactType)
+		}
+		setNext(w, req, next)
+	}
+	if artifactType != "" {
+		w.Header().Set("Oci-Filters-Applied", "artifactType")
+	}
+	writeEncoded(w, http.StatusOK, ocispec.MediaTypeImageIndex, b)
+	return nil
+}
+
+// maxReferrers bounds a page of referrers, about: annotations are the part of a descriptor that can be large. An index is a
+// manifest, and keeps to the limit of one besides.
+const maxReferrers = 1 << 20
+
+// referrers encodes a page of them, when it is the client's turn. It holds one of the catalog's few connections, and hundreds at
+// once would have all others wait. end is the last one of the page if there are more.
+func (r *Registry) referrers(ctx context.Context, name string, d digest.Digest, artifactType string, last digest.Digest) (b []byte, end digest.Digest, err error) {
+	leave, err := r.opts.Heavy.Enter(ctx, guard.ClientOf(ctx))
+	if err != nil {
+		return nil, "", err
+	}
+	defer leave()
 	index := ocispec.Index{
 		Versioned: specs.Versioned{SchemaVersion: 2},
 		MediaType: ocispec.MediaTypeImageIndex,
 		Manifests: []ocispec.Descriptor{},
 	}
-	// An index is a manifest and keeps to the limit of one, about: annotations
-	// are the part of a descriptor that can be large.
 	size := int64(0)
-	for m, err := range r.opts.Catalog.Referrers(req.Context(), name, d, artifactType, last) {
+	for m, err := range r.opts.Catalog.Referrers(ctx, name, d, artifactType, last) {
 		if err != nil {
-			return err
+			return nil, "", err
 		}
 		size += 512
 		for k, v := range m.Annotations {
 			size += int64(len(k) + len(v) + 8)
 		}
-		if n := len(index.Manifests); n > 0 && (size > r.opts.MaxManifest || n == r.opts.MaxPage) {
-			next := url.Values{"last": {index.Manifests[n-1].Digest.String()}}
-			if artifactType != "" {
-				next.Set("artifactType", artifactType)
-			}
-			setNext(w, req, next)
+		if n := len(index.Manifests); n > 0 && (size > min(r.opts.MaxManifest, maxReferrers) || n == r.opts.MaxPage) {
+			end = index.Manifests[n-1].Digest
 			break
 		}
 		index.Manifests = append(index.Manifests, ocispec.Descriptor{
@@ -143,8 +174,6 @@ func (r *Registry) listReferrers(w http.ResponseWriter, req *http.Request, name,
 			Annotations:  m.Annotations,
 		})
 	}
-	if artifactType != "" {
-		w.Header().Set("Oci-Filters-Applied", "artifactType")
-	}
-	return writeJSON(w, http.StatusOK, ocispec.MediaTypeImageIndex, index)
+	b, err = encodeJSON(index)
+	return b, end, err
 }

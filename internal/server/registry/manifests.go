@@ -15,6 +15,7 @@ import (
 
 	"hydrofoil.dev/foil/internal/server/catalog"
 	"hydrofoil.dev/foil/internal/server/guard"
+	"hydrofoil.dev/foil/internal/server/limit"
 	"hydrofoil.dev/foil/internal/server/webhooks"
 )
 
@@ -45,6 +46,11 @@ func (r *Registry) getManifest(w http.ResponseWriter, req *http.Request, name, a
 		w.WriteHeader(http.StatusNotModified)
 		return nil
 	}
+	end, err := r.opts.Guard.Large(ctx, int64(len(m.Bytes))) // in memory until the client has taken it
+	if err != nil {
+		return err
+	}
+	defer end()
 	h.Set("Content-Type", m.MediaType)
 	h.Set("Content-Length", strconv.Itoa(len(m.Bytes)))
 	w.WriteHeader(http.StatusOK)
@@ -53,6 +59,18 @@ func (r *Registry) getManifest(w http.ResponseWriter, req *http.Request, name, a
 		r.opts.Webhooks.Pulled(happened(ctx, name, m, tag))
 	}
 	return nil
+}
+
+// heavyManifest is parseManifest, when it is the client's turn if there is much to read.
+func (r *Registry) heavyManifest(ctx context.Context, b []byte, contentType string) (catalog.Manifest, references, error) {
+	if len(b) >= limit.HeavyBytes {
+		leave, err := r.opts.Heavy.Enter(ctx, guard.ClientOf(ctx))
+		if err != nil {
+			return catalog.Manifest{}, references{}, err
+		}
+		defer leave()
+	}
+	return parseManifest(b, contentType)
 }
 
 func (r *Registry) putManifest(w http.ResponseWriter, req *http.Request, name, arg string) error {
@@ -71,6 +89,11 @@ func (r *Registry) putManifest(w http.ResponseWriter, req *http.Request, name, a
 			tags = append(tags, t)
 		}
 	}
+	small, err := r.opts.Guard.Large(req.Context(), req.ContentLength)
+	if err != nil {
+		return err
+	}
+	defer small()
 	b, err := io.ReadAll(http.MaxBytesReader(w, req.Body, r.opts.MaxManifest))
 	if err != nil {
 		var tooLarge *http.MaxBytesError
@@ -79,7 +102,7 @@ func (r *Registry) putManifest(w http.ResponseWriter, req *http.Request, name, a
 		}
 		return errorf(manifestInvalid, "the manifest did not arrive: %v", err)
 	}
-	m, refs, err := parseManifest(b, req.Header.Get("Content-Type"))
+	m, refs, err := r.heavyManifest(req.Context(), b, req.Header.Get("Content-Type"))
 	if err != nil {
 		return err
 	}

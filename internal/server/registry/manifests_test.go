@@ -7,11 +7,14 @@ import (
 	"net/http"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
+	"hydrofoil.dev/foil/internal/server/guard"
+	"hydrofoil.dev/foil/internal/server/limit"
 	"hydrofoil.dev/foil/internal/server/registry"
 )
 
@@ -391,6 +394,49 @@ func TestReferrersPages(t *testing.T) {
 		}
 		if diff := cmp.Diff(want, got); diff != "" || pages != 3 {
 			t.Errorf("%d pages (-want +got):\n%s", pages, diff)
+		}
+	}
+}
+
+// What is dear to answer waits for its turn, and what is not does not wait for it.
+func TestHeavyRequestsWait(t *testing.T) {
+	heavy := limit.NewHeavy[guard.Client](1)
+	f := newFixture(t, registry.Options{Heavy: heavy})
+	b := marshal(t, map[string]any{"schemaVersion": 2})
+	f.want("put", f.put("r", "1", ocispec.MediaTypeImageIndex, b), http.StatusCreated)
+	large := marshal(t, map[string]any{"schemaVersion": 2, "annotations": map[string]string{"long": strings.Repeat("x", limit.HeavyBytes)}})
+	leave, err := heavy.Enter(t.Context(), guard.Client{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	answers := make(chan answer, 2)
+	for _, ask := range []func() (answer, error){
+		func() (answer, error) {
+			return f.try("GET", "/v2/r/referrers/"+digest.FromBytes(b).String(), nil)
+		},
+		func() (answer, error) {
+			return f.try("PUT", "/v2/r/manifests/2", bytes.NewReader(large), "Content-Type", ocispec.MediaTypeImageIndex)
+		},
+	} {
+		go func() {
+			a, err := ask()
+			if err != nil {
+				t.Error(err)
+			}
+			answers <- a
+		}()
+	}
+	f.want("a small manifest", f.put("r", "3", ocispec.MediaTypeImageIndex, b), http.StatusCreated)
+	f.wantManifest("r", "1", ocispec.MediaTypeImageIndex, b, digest.FromBytes(b))
+	select {
+	case a := <-answers:
+		t.Errorf("%d before its turn: %s", a.StatusCode, a.body)
+	case <-time.After(100 * time.Millisecond): // what does not wait is there long before
+	}
+	leave()
+	for range 2 {
+		if a := <-answers; a.StatusCode >= 400 {
+			t.Errorf("%d %s", a.StatusCode, a.body)
 		}
 	}
 }

@@ -33,6 +33,7 @@ import (
 	"hydrofoil.dev/foil/internal/server/access"
 	"hydrofoil.dev/foil/internal/server/catalog"
 	"hydrofoil.dev/foil/internal/server/guard"
+	"hydrofoil.dev/foil/internal/server/limit"
 	"hydrofoil.dev/foil/internal/server/objects"
 	"hydrofoil.dev/foil/internal/server/webhooks"
 )
@@ -69,6 +70,8 @@ type Options struct {
 	// MaxPage is the limit of the names in one answer to a list request,
 	// whatever n the client asks for; 0 means 10,000.
 	MaxPage int
+	// Heavy is where what is dear to read or to answer waits for its turn; nil: nothing does.
+	Heavy *limit.Heavy[guard.Client]
 	// Log takes what clients are not told; nil means slog.Default.
 	Log *slog.Logger
 }

@@ -30,6 +30,7 @@ import (
 	"net"
 	"net/http"
 	"path/filepath"
+	"runtime"
 	"sync"
 	"time"
 
@@ -49,6 +50,7 @@ import (
 	"hydrofoil.dev/foil/internal/server/dedup"
 	"hydrofoil.dev/foil/internal/server/guard"
 	"hydrofoil.dev/foil/internal/server/ingest"
+	"hydrofoil.dev/foil/internal/server/limit"
 	"hydrofoil.dev/foil/internal/server/login"
 	"hydrofoil.dev/foil/internal/server/objects"
 	"hydrofoil.dev/foil/internal/server/readers"
@@ -325,7 +327,10 @@ func (s *Server) openServices(p *parts) (err error) {
 		p.ingester.Options.Parallel = upstream.Parallel
 	}
 	s.closers = append(s.closers, p.ingester.Close)
+	// Half of the processors are left for what is light.
+	heavy := limit.NewHeavy[guard.Client](max(1, runtime.GOMAXPROCS(0)/2))
 	p.bundle = bundles.New(bundles.Options{
+		Heavy:      heavy,
 		Catalog:    p.catalog,
 		Objects:    p.store,
 		Rootfs:     fetched(p.front, rootfsOf(p.ingester.Rootfs, p.catalog, p.store, s.log)),
@@ -345,6 +350,9 @@ func (s *Server) openServices(p *parts) (err error) {
 	if err != nil {
 		return err
 	}
+	if p.front != nil {
+		heavy = nil // who asks an upstream waits for it, which nobody else has to
+	}
 	p.registry, err = registry.New(registry.Options{
 		Bounds:     bounds,
 		Store:      p.store,
@@ -354,6 +362,7 @@ func (s *Server) openServices(p *parts) (err error) {
 		Room:       p.space.room,
 		Heal:       p.blobs.Heal,
 		Guard:      s.guard,
+		Heavy:      heavy,
 		Webhooks:   p.webhooks,
 		Log:        s.log,
 	})
