@@ -53,7 +53,7 @@ var attacks = []struct {
 	make func(ctx context.Context, s *server, token string) (step, error)
 }{
 	{"idle", nothing}, {"uploads", uploads}, {"idle bodies", bodies(time.Hour)}, {"slow bodies", bodies(200 * time.Millisecond)},
-	{"referrers", referrers}, {"bundles", bundlesOf}, {"logins", logins},
+	{"referrers", referrers}, {"bundles", bundlesOf}, {"haves", haves}, {"layers", manyLayers}, {"logins", logins},
 }
 
 // Names lists the attacks.
@@ -162,6 +162,71 @@ func bundlesOf(ctx context.Context, s *server, token string) (step, error) {
 	}
 	if _, err := s.must(ctx, http.StatusOK, token, "POST", bundle.PullPath, "", b); err != nil {
 		return nil, err
+	}
+	return func(ctx context.Context, c *http.Client) bool {
+		return s.ask(ctx, c, token, "POST", bundle.PullPath, b)
+	}, nil
+}
+
+// haves are bundles for a worker that says four thousand times that it has the very image.
+func haves(ctx context.Context, s *server, token string) (step, error) {
+	if err := s.image(ctx, token, "mallory/image"); err != nil {
+		return nil, err
+	}
+	image := bundle.ImageRequest{Repository: "mallory/image", Reference: "1", Platform: &ocispec.Platform{OS: "linux", Architecture: "amd64"}}
+	b, err := s.must(ctx, http.StatusOK, token, "GET", bundle.StartupPath+"?repository=mallory/image&reference=1", "", nil)
+	if err != nil {
+		return nil, err
+	}
+	var report bundle.StartupReport
+	if err := json.Unmarshal(b, &report); err != nil {
+		return nil, fmt.Errorf("bench: %w", err)
+	}
+	one := bundle.Have{ChainID: report.ChainID, TOC: report.TOC}
+	if b, err = json.Marshal(bundle.Request{Versions: []int{bundle.Version}, Image: image, Have: slices.Repeat([]bundle.Have{one}, 4096)}); err != nil {
+		return nil, fmt.Errorf("bench: %w", err)
+	}
+	if _, err := s.must(ctx, http.StatusOK, token, "POST", bundle.PullPath, "", b); err != nil {
+		return nil, err
+	}
+	return func(ctx context.Context, c *http.Client) bool {
+		return s.ask(ctx, c, token, "POST", bundle.PullPath, b)
+	}, nil
+}
+
+// manyLayers are bundles of an image whose manifest, of almost 4 MiB, names one layer again and again.
+func manyLayers(ctx context.Context, s *server, token string) (step, error) {
+	var m ocispec.Manifest
+	if err := s.image(ctx, token, "mallory/layers"); err != nil {
+		return nil, err
+	}
+	b, err := s.must(ctx, http.StatusOK, token, "GET", "/v2/mallory/layers/manifests/1", "", nil)
+	if err != nil {
+		return nil, err
+	}
+	if err := json.Unmarshal(b, &m); err != nil {
+		return nil, fmt.Errorf("bench: %w", err)
+	}
+	m.Layers = slices.Repeat(m.Layers, 24_000)
+	config, err := json.Marshal(ocispec.Image{Platform: ocispec.Platform{OS: "linux", Architecture: "amd64"},
+		RootFS: ocispec.RootFS{Type: "layers", DiffIDs: slices.Repeat([]digest.Digest{m.Layers[0].Digest}, len(m.Layers))}})
+	if err != nil {
+		return nil, fmt.Errorf("bench: %w", err)
+	}
+	mediaType := m.Config.MediaType
+	if m.Config, err = s.blob(ctx, token, "mallory/layers", config); err != nil {
+		return nil, err
+	}
+	m.Config.MediaType = mediaType
+	if b, err = json.Marshal(m); err != nil {
+		return nil, fmt.Errorf("bench: %w", err)
+	}
+	if _, err := s.must(ctx, http.StatusCreated, token, "PUT", "/v2/mallory/layers/manifests/1", ocispec.MediaTypeImageManifest, b); err != nil {
+		return nil, err
+	}
+	if b, err = json.Marshal(bundle.Request{Versions: []int{bundle.Version}, Image: bundle.ImageRequest{Repository: "mallory/layers", Reference: "1",
+		Platform: &ocispec.Platform{OS: "linux", Architecture: "amd64"}}}); err != nil {
+		return nil, fmt.Errorf("bench: %w", err)
 	}
 	return func(ctx context.Context, c *http.Client) bool {
 		return s.ask(ctx, c, token, "POST", bundle.PullPath, b)
