@@ -520,3 +520,36 @@ func TestLarge(t *testing.T) {
 		t.Errorf("when one has ended: %v", err)
 	}
 }
+
+// What costs more than an answer counts as several requests.
+func TestDearRequestsCountMore(t *testing.T) {
+	g := open(t, t.TempDir(), "[limits]\nrequests = 0.001\nburst = 20\n[[rule]]\nto = [\"everyone\"]\nallow = [\"pull\"]\nrepositories = [\"**\"]\n")
+	for address, test := range map[string]struct {
+		do   func(context.Context)
+		want int // requests of this kind until the client has had its 20
+	}{
+		"192.0.2.1:1": {func(context.Context) {}, 20},
+		"192.0.2.2:1": {g.Dear, 5},
+		"192.0.2.3:1": {func(ctx context.Context) {
+			end, err := g.Large(ctx, 9*limit.HeavyBytes)
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			end()
+		}, 2},
+	} {
+		h := g.Wrap(http.HandlerFunc(func(_ http.ResponseWriter, req *http.Request) { test.do(req.Context()) }), func(*http.Request) bool { return false })
+		got := 0
+		for ; got < 100; got++ {
+			req, w := httptest.NewRequest("GET", "/", nil), httptest.NewRecorder()
+			req.RemoteAddr = address
+			if h.ServeHTTP(w, req); w.Code == 429 {
+				break
+			}
+		}
+		if got != test.want {
+			t.Errorf("%s: %d requests were let in, want %d", address, got, test.want)
+		}
+	}
+}

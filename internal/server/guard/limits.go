@@ -172,12 +172,23 @@ func (g *Guard) begin(q *quotas, c Client) (end func(), err error) {
 	return end, nil
 }
 
+// dear is as how many requests one counts that begins a bundle or an upload.
+const dear = 4
+
+// Dear has a request count as several, which was let in: it begins something that costs much more than an answer.
+func (g *Guard) Dear(ctx context.Context) {
+	if c := from(ctx); g != nil && c != nil {
+		g.now().quotas.requests.Charge(c.client, dear-1)
+	}
+}
+
 // Bundle lets a bundle begin, whose request was let in. Errors: *Beyond.
 func (g *Guard) Bundle(ctx context.Context) (end func(), err error) {
 	c := from(ctx)
 	if g == nil || c == nil {
 		return func() {}, nil
 	}
+	g.Dear(ctx)
 	q := g.now().quotas
 	if q.Bundles == 0 {
 		return func() {}, nil
@@ -190,13 +201,15 @@ func (g *Guard) Bundle(ctx context.Context) (end func(), err error) {
 }
 
 // Large lets something large be in memory for a client: the body of a request, which waits there for its turn to be worked on, a
-// manifest, an answer that the client takes. length is as http.Request has it: that of others is not known. Errors: *Beyond.
+// manifest, an answer that the client takes. It counts as a request more for each limit.HeavyBytes. length is as http.Request has it:
+// that of others is not known. Errors: *Beyond.
 func (g *Guard) Large(ctx context.Context, length int64) (end func(), err error) {
 	c := from(ctx)
 	if g == nil || c == nil || 0 <= length && length < limit.HeavyBytes {
 		return func() {}, nil
 	}
 	q := g.now().quotas
+	q.requests.Charge(c.client, max(1, int(length/limit.HeavyBytes)))
 	end, ok := q.count(q.large, c.client, maxLarge)
 	if !ok {
 		g.Refused(limitLarge)

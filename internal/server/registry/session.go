@@ -149,6 +149,7 @@ func (u *uploads) create(ctx context.Context, repo string, alg digest.Algorithm,
 	b[6], b[8] = b[6]&0x0f|0x40, b[8]&0x3f|0x80 // a UUID of version 4, as the specification wants
 	id := fmt.Sprintf("%x-%x-%x-%x-%x", b[:4], b[4:6], b[6:8], b[8:10], b[10:])
 	client := guard.ClientOf(ctx)
+	u.guard.Dear(ctx)
 	if !u.ledger.begin(id, client, u.guard.Limits().Uploads) {
 		return nil, u.guard.Beyond(guard.LimitUploads, retryUploads, "too many uploads that are not finished: finish or cancel some")
 	}
