@@ -78,6 +78,7 @@ func addCommands(root *cobra.Command) {
 	}{
 		{"Images and containers:", []*cobra.Command{
 			newRunCommand(),
+			newEachCommand(),
 			newPullCommand(),
 			newImagesCommand(),
 			newPsCommand(),
@@ -135,7 +136,7 @@ func completeFlags(root *cobra.Command) {
 	level, events := []string{"debug", "info", "warn", "error"}, []string{"ready", "complete"}
 	for flag, values := range map[string][]string{
 		"run until": events, "pull until": {"mounted", "complete"}, "run pull": {"missing", "always", "never"},
-		"run net": {"host", "none"}, "trace net": {"host", "none"}, "run probe": probes, "trace probe": probes,
+		"run net": {"host", "none"}, "each net": {"host", "none"}, "trace net": {"host", "none"}, "run probe": probes, "trace probe": probes,
 		"node gate": {"auto", "fanotify", "fuse", "loop"}, "node startup": {"on", "off"}, "node report": {"on", "off"},
 		"node log-format": {"text", "json"}, "node log-level": level, "serve log-level": level,
 		"serve upstream-credentials": {credsOwn, credsClient},

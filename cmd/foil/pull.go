@@ -53,19 +53,16 @@ says which; 2 the command line makes no sense; 130 interrupted (the pulls go on)
 			if req.Until != api.Mounted && req.Until != api.Complete {
 				return usagef("--until %s: say mounted or complete", until)
 			}
-			registries := make(map[string]bool)
 			for _, ref := range args {
 				if _, err := api.NormalRef(ref); err != nil {
 					return &usageError{err}
 				}
-				host, _, _ := strings.Cut(ref, "/")
-				registries[host] = true
 			}
 			if req.Credential, err = creds(); err != nil {
 				return &usageError{err}
 			}
-			if req.Credential != (credentials.Credential{}) && len(registries) > 1 {
-				return usagef("--creds and FOIL_CREDS are for one registry, and these images are of %d: pull them one by one", len(registries))
+			if req.Credential != (credentials.Credential{}) && len(registriesOf(args)) > 1 {
+				return usagef("--creds and FOIL_CREDS are for one registry, and these images are of %d: pull them one by one", len(registriesOf(args)))
 			}
 			if err := needRoot(os.Geteuid(), "foil pull"); err != nil {
 				return err

@@ -13,6 +13,7 @@ import (
 	"syscall"
 	"time"
 
+	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
@@ -27,6 +28,7 @@ import (
 // runFlags are the flags of foil run that are not launch.Options themselves.
 type runFlags struct {
 	root, probe, until, pull, net, events, entrypoint string
+	mounts                                            []string
 	json, interactive, startup                        bool
 }
 
@@ -70,6 +72,7 @@ failed; 126 the command cannot be executed; 127 it was not found; 130
 interrupted before the start. With --until: 0 if the event came.`,
 		Example: `  foil run --rm registry.example/redis:7
   foil run --rm -it registry.example/debian:13 -- bash
+  foil run --rm --mount source=.,target=/src -w /src registry.example/gcc:14 -- make
   foil run --rm --probe tcp:6379 --until ready --events times.jsonl registry.example/redis:7
   foil run --rm --json --probe http:8080/health registry.example/app:v2 2> events.jsonl`,
 		Args: func(_ *cobra.Command, args []string) error {
@@ -112,6 +115,7 @@ func addRunFlags(fs *pflag.FlagSet, f *runFlags, o *launch.Options) {
 	fs.StringVar(&o.Spec.ID, "name", "", "name of the container (default: a random one)")
 	fs.StringVar(&f.entrypoint, "entrypoint", "", "`COMMAND` in place of the image's entrypoint and command")
 	fs.StringArrayVarP(&o.Spec.Env, "env", "e", nil, "set `KEY=VALUE`, or pass on the caller's KEY; may be repeated")
+	fs.StringArrayVar(&f.mounts, "mount", nil, mountUsage)
 	fs.StringVarP(&o.Spec.Cwd, "workdir", "w", "", "working `DIR` in place of the image's")
 	fs.StringVarP(&o.Spec.User, "user", "u", "", "`USER[:GROUP]`, names or numbers, in place of the image's")
 	fs.StringVar(&f.net, "net", string(runner.HostNetwork), "`NETWORK`: host, or none (loopback only)")
@@ -200,6 +204,10 @@ func (f *runFlags) apply(o *launch.Options) error {
 	case f.json && f.events != "":
 		return errors.New("--json and --events: use one of them")
 	}
+	var err error
+	if o.Spec.Mounts, err = parseMounts(f.mounts); err != nil {
+		return err
+	}
 	if f.entrypoint != "" {
 		o.Spec.Entrypoint = []string{f.entrypoint}
 	}
@@ -207,6 +215,19 @@ func (f *runFlags) apply(o *launch.Options) error {
 		o.Spec.ID = "foil-" + strings.ToLower(rand.Text()[:10])
 	}
 	return nil
+}
+
+// parseMounts reads the values of --mount.
+func parseMounts(values []string) ([]specs.Mount, error) {
+	var mounts []specs.Mount
+	for _, s := range values {
+		m, err := runner.ParseMount(s)
+		if err != nil {
+			return nil, err
+		}
+		mounts = append(mounts, m)
+	}
+	return mounts, nil
 }
 
 // runEvents shows the events of a run.

@@ -57,7 +57,7 @@ func TestScript(t *testing.T) {
 	})
 }
 
-// fakeNode answers from files: images.jsonl, containers.jsonl, status.jsonl,
+// fakeNode answers from files: images.jsonl, containers.jsonl, status.jsonl, tags.jsonl,
 // report.jsonl (of pulls), pull.jsonl, verify.jsonl and prove.jsonl are what the requests of the same name return;
 // NAME.error (an api.Error) makes them fail, streams after their lines, where
 // NAME may be remove-image, remove-container and create-container as well. Of an image whose
@@ -79,6 +79,16 @@ func (n *fakeNode) funcs() apitest.Funcs {
 			}
 			if len(all) == 0 {
 				return &api.Status{}, nil
+			}
+			return &all[0], nil
+		},
+		Tags_: func(_ context.Context, req api.TagsRequest) (*api.Tags, error) {
+			if err := n.log("tags", req); err != nil {
+				return nil, err
+			}
+			all, err := lines[api.Tags](n, "tags")
+			if err != nil || len(all) == 0 {
+				return nil, errors.Join(errors.New("no tags.jsonl"), err)
 			}
 			return &all[0], nil
 		},

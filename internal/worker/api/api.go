@@ -11,6 +11,7 @@
 //	POST   /v1/containers/ID/start Start         -> 204
 //	GET    /v1/containers/ID/trace -> TraceStatus (of one that was made to be traced)
 //	POST   /v1/containers/ID/trace TraceRequest -> TraceResult
+//	POST   /v1/tags                TagsRequest -> Tags
 //	POST   /v1/toc                 AboutImage -> the encoded TOC (package toc)
 //	POST   /v1/startup             AboutImage -> bundle.StartupReport
 //	POST   /v1/startup/service     AboutImage -> bundle.ServiceReport
@@ -202,6 +203,27 @@ type AboutImage struct {
 	Service string `json:"service,omitempty"`
 	// TOC is the digest of the TOC that is wanted; empty: the one that is here.
 	TOC string `json:"toc,omitempty"`
+}
+
+// TagsRequest asks a registry for the tags of a repository. PlainHTTP and Credential are those of a
+// PullRequest.
+type TagsRequest struct {
+	Repository string `json:"repository"` // HOST[:PORT]/REPOSITORY
+	// Pattern is what tags have to match, as path.Match has it; empty: any. Tags that registries and signers make
+	// of digests (sha256-...) are left out unless the pattern begins like them.
+	Pattern string `json:"pattern,omitempty"`
+	// Since leaves out images that were created before, as the config says of the image for Platform. One that does
+	// not say stays. Zero: none is left out.
+	Since      time.Time              `json:"since,omitzero"`
+	Platform   string                 `json:"platform,omitempty"`
+	PlainHTTP  bool                   `json:"plain_http,omitempty"`
+	Credential credentials.Credential `json:"credential,omitzero"`
+}
+
+// Tags are those of a repository that were asked for, in the order of their versions: 1.9 before 1.10.
+type Tags struct {
+	Tags  []string `json:"tags"`
+	Older int      `json:"older,omitempty"` // left out because of Since
 }
 
 // TraceStatus is how much of the image a traced container has read.

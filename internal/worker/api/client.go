@@ -199,6 +199,15 @@ func (c *Client) Trace(ctx context.Context, id string, req TraceRequest) (*Trace
 	return v, nil
 }
 
+// Tags asks a registry for the tags of a repository.
+func (c *Client) Tags(ctx context.Context, req TagsRequest) (*Tags, error) {
+	v := new(Tags)
+	if err := c.call(ctx, "POST", "/v1/tags", req, v); err != nil {
+		return nil, err
+	}
+	return v, nil
+}
+
 // TOC returns the encoded table of contents of an image.
 func (c *Client) TOC(ctx context.Context, req AboutImage) ([]byte, error) {
 	body, err := c.do(ctx, "POST", "/v1/toc", req)

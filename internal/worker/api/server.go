@@ -36,6 +36,8 @@ type Service interface {
 	// made to be traced by this daemon.
 	TraceStatus(ctx context.Context, id string) (*TraceStatus, error)
 	Trace(ctx context.Context, id string, req TraceRequest) (*TraceResult, error)
+	// Tags asks a registry for the tags of a repository.
+	Tags(ctx context.Context, req TagsRequest) (*Tags, error)
 	// TOC returns the encoded table of contents of an image, from its server
 	// when it is not here.
 	TOC(ctx context.Context, req AboutImage) ([]byte, error)
@@ -107,6 +109,9 @@ func Handler(s Service) http.Handler {
 	})
 	mux.HandleFunc("POST /v1/startup/forget", func(w http.ResponseWriter, r *http.Request) {
 		tell(w, r, s.ForgetStartup)
+	})
+	mux.HandleFunc("POST /v1/tags", func(w http.ResponseWriter, r *http.Request) {
+		ask(w, r, http.StatusOK, s.Tags)
 	})
 	mux.HandleFunc("POST /v1/toc", func(w http.ResponseWriter, r *http.Request) { toc(w, r, s) })
 	mux.HandleFunc("POST /v1/gc", func(w http.ResponseWriter, r *http.Request) {

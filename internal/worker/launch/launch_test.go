@@ -38,6 +38,7 @@ type host struct {
 	images     []api.Image
 	containers []api.Container
 	status     api.Status
+	removed    []string // images, in the order of the requests
 
 	// pull is what the daemon does for a pull; nil: resolved, mounted, complete.
 	pull  func(ctx context.Context, emit func(api.Event) error) error
@@ -84,6 +85,7 @@ func newHost(t *testing.T) *host {
 		RemoveImage_: func(_ context.Context, ref string) error {
 			h.mu.Lock()
 			defer h.mu.Unlock()
+			h.removed = append(h.removed, ref)
 			n := len(h.images)
 			h.images = slices.DeleteFunc(h.images, func(i api.Image) bool { return i.Ref == ref })
 			if n == len(h.images) {

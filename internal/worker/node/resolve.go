@@ -55,7 +55,7 @@ func (n *Node) Resolve(ctx context.Context, req api.PullRequest) (*pull.Header, 
 	manifest, err := readBlob(ctx, fetcher, desc)
 	if err == nil && images.IsIndexType(desc.MediaType) {
 		h.Chosen = &bundle.Blob{Digest: desc.Digest, MediaType: desc.MediaType, Bytes: manifest}
-		if desc, err = forThisHost(manifest); err == nil {
+		if desc, err = chooseManifest(manifest, req.Platform); err == nil {
 			manifest, err = readBlob(ctx, fetcher, desc)
 		}
 	}
@@ -76,13 +76,20 @@ func (n *Node) Resolve(ctx context.Context, req api.PullRequest) (*pull.Header, 
 	return h, nil
 }
 
-// forThisHost returns the manifest of an index that containerd chooses on this host.
-func forThisHost(index []byte) (desc ocispec.Descriptor, err error) {
+// chooseManifest returns the manifest of an index that containerd chooses for a platform; empty: on this host.
+func chooseManifest(index []byte, platform string) (desc ocispec.Descriptor, err error) {
+	host := platforms.Default()
+	if platform != "" {
+		p, err := platforms.Parse(platform)
+		if err != nil {
+			return desc, err
+		}
+		host = platforms.Only(p)
+	}
 	var x ocispec.Index
 	if err := json.Unmarshal(index, &x); err != nil {
 		return desc, fmt.Errorf("index: %w", err)
 	}
-	host := platforms.Default()
 	var fit []ocispec.Descriptor
 	for _, m := range x.Manifests {
 		if m.Platform == nil || host.Match(*m.Platform) {
@@ -90,7 +97,7 @@ func forThisHost(index []byte) (desc ocispec.Descriptor, err error) {
 		}
 	}
 	if len(fit) == 0 {
-		return desc, fmt.Errorf("the index names no manifest for this host")
+		return desc, fmt.Errorf("the index names no manifest for that platform")
 	}
 	slices.SortStableFunc(fit, func(a, b ocispec.Descriptor) int {
 		switch {

@@ -25,6 +25,7 @@ type Funcs struct {
 	Started_         func(ctx context.Context, id string, s api.Start) error
 	TraceStatus_     func(ctx context.Context, id string) (*api.TraceStatus, error)
 	Trace_           func(ctx context.Context, id string, req api.TraceRequest) (*api.TraceResult, error)
+	Tags_            func(ctx context.Context, req api.TagsRequest) (*api.Tags, error)
 	TOC_             func(ctx context.Context, req api.AboutImage) ([]byte, error)
 	Startup_         func(ctx context.Context, req api.AboutImage) (*bundle.StartupReport, error)
 	StartupService_  func(ctx context.Context, req api.AboutImage) (*bundle.ServiceReport, error)
@@ -110,6 +111,13 @@ func (f Funcs) Trace(ctx context.Context, id string, req api.TraceRequest) (*api
 		return nil, unsupported("trace containers")
 	}
 	return f.Trace_(ctx, id, req)
+}
+
+func (f Funcs) Tags(ctx context.Context, req api.TagsRequest) (*api.Tags, error) {
+	if f.Tags_ == nil {
+		return nil, unsupported("list tags")
+	}
+	return f.Tags_(ctx, req)
 }
 
 func (f Funcs) TOC(ctx context.Context, req api.AboutImage) ([]byte, error) {
