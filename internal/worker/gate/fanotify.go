@@ -182,19 +182,9 @@ type Fanotify struct {
 
 // guarded is an arena behind the gate, or one released a moment ago.
 type guarded struct {
-	name    string
-	inode   journal.Inode
-	file    *os.File // the caller's
-	backing Backing
-	ctx     context.Context // ends with Release or Close
-	cancel  context.CancelFunc
-	// released is set, before ctx is cancelled, when Release has removed the
-	// mark; complete, before it, if everything was present by then.
-	released, complete atomic.Bool
-	since              time.Time // of the release
-	waiting            int       // reads; guarded by the gate's mu
-
-	denials denials
+	behind
+	inode journal.Inode
+	file  *os.File // the caller's
 }
 
 var _ Gate = (*Fanotify)(nil)
@@ -321,10 +311,9 @@ func (g *Fanotify) Guard(name string, file *os.File, b Backing) error {
 		return fmt.Errorf("guard arena %s: not a regular file", name)
 	}
 	a := &guarded{
-		name:    name,
-		inode:   journal.Inode{Dev: uint64(sys.Dev), Ino: sys.Ino},
-		file:    file,
-		backing: b,
+		behind: behind{name: name, backing: b},
+		inode:  journal.Inode{Dev: uint64(sys.Dev), Ino: sys.Ino},
+		file:   file,
 	}
 	a.ctx, a.cancel = context.WithCancel(g.ctx)
 
@@ -389,22 +378,6 @@ func (g *Fanotify) mark(a *guarded) error {
 		err = errors.Join(err, g.keeper.Drop(g.ctx, KeptArena+a.name))
 	}
 	return err
-}
-
-// present asks the backing, or, once a complete arena is released, nobody:
-// the caller may have closed it when late events come.
-func (a *guarded) present(off, n int64) bool {
-	return a.complete.Load() || a.backing.Present(off, n)
-}
-
-// meets is present, for a read that has just met the gate.
-func (a *guarded) meets(off, n int64) bool {
-	if a.complete.Load() {
-		return true
-	}
-	present := a.backing.Present(off, n)
-	a.backing.Met(off, n, present)
-	return present
 }
 
 // Release implements Gate. Every later read is let through by the kernel

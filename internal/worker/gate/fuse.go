@@ -140,26 +140,18 @@ type FUSE struct {
 // fuseNode is an arena behind the gate, or a released one that is still mounted
 // through it.
 type fuseNode struct {
-	name    string
-	node    uint64
-	dev     uint64
-	size    int64
-	file    *os.File // the gate's own descriptor
-	held    *os.File // the keeper's under keptServed, of an earlier daemon
-	fd      int      // of file
-	backing Backing
-	ctx     context.Context // ends with Release or Close
-	cancel  context.CancelFunc
+	behind
+	node uint64
+	dev  uint64
+	size int64
+	file *os.File // the gate's own descriptor
+	held *os.File // the keeper's under keptServed, of an earlier daemon
+	fd   int      // of file
 	// use is held for reading while fd is read from, for writing while it is
 	// closed.
 	use sync.RWMutex
 
-	released, complete atomic.Bool
-	since              time.Time // of the release; guarded by the gate's mu
-	kept               bool      // under keptServed; guarded by the gate's mu
-	waiting            int       // reads; guarded by the gate's mu
-
-	denials denials
+	kept bool // under keptServed; guarded by the gate's mu
 }
 
 // fuseWait is a read of an absent range.
@@ -325,7 +317,7 @@ func (g *FUSE) newNode(name string, file *os.File, b Backing) (*fuseNode, error)
 	if sys.Ino <= kernel.FuseRoot {
 		return nil, fmt.Errorf("it has the inode number %d, which no file may have here", sys.Ino)
 	}
-	n := &fuseNode{name: name, node: sys.Ino, dev: uint64(sys.Dev), size: st.Size(), backing: b}
+	n := &fuseNode{behind: behind{name: name, backing: b}, node: sys.Ino, dev: uint64(sys.Dev), size: st.Size()}
 	rc, err := file.SyscallConn()
 	if err != nil {
 		return nil, err
@@ -434,21 +426,6 @@ func (n *fuseNode) close() {
 		n.held.Close()
 	}
 	n.fd = -1
-}
-
-// present asks the backing, or, once a complete arena is released, nobody.
-func (n *fuseNode) present(off, count int64) bool {
-	return n.complete.Load() || n.backing.Present(off, count)
-}
-
-// meets is present, for a read that has just met the gate.
-func (n *fuseNode) meets(off, count int64) bool {
-	if n.complete.Load() {
-		return true
-	}
-	present := n.backing.Present(off, count)
-	n.backing.Met(off, count, present)
-	return present
 }
 
 // Device implements Gate: the gate's file, until the arena is released.
