@@ -103,17 +103,23 @@ func TestRemoveStopsAPull(t *testing.T) {
 	s.SetLimit(4)
 	h := newHost(t)
 	h.mustPull(ref, api.Mounted)
-	end := make(chan error, 1)
+	end, followed := make(chan error, 1), make(chan struct{})
 	go func() {
-		_, err := h.pull(ref, api.Complete)
+		tell := sync.OnceFunc(func() { close(followed) })
+		err := h.n.Pull(t.Context(), api.PullRequest{Ref: ref, Until: api.Complete}, func(ev api.Event) (err error) {
+			tell()
+			if ev.Err != "" {
+				err = errors.New(ev.Err)
+			}
+			return err
+		})
 		end <- err
 	}()
-	eventually(t, "the pull is followed", func() error {
-		if img := h.image(ref); img.ContentHere == 0 {
-			return errors.New("no")
-		}
-		return nil
-	})
+	select {
+	case <-followed:
+	case err := <-end:
+		t.Fatal(err)
+	}
 	h.remove(ref)
 	if err := ends(t, "the pull", end); err == nil {
 		t.Error("the pull of a removed image came to a good end")
@@ -128,12 +134,16 @@ func TestRemoveStopsAPull(t *testing.T) {
 	ref2 := s.Serve("app:2", newFakeImage(t, some(90, 2, 5000)))
 	go func() {
 		_, err := h.pull(ref2, api.Complete)
-		for codeOfErr(err) == api.CodeConflict { // it is just being removed
-			_, err = h.pull(ref2, api.Complete)
-		}
 		end <- err
 	}()
-	eventually(t, "the pull runs", func() error { return h.n.RemoveImage(t.Context(), ref2) })
+	// A removal that finds nothing would keep it from beginning meanwhile.
+	eventually(t, "the pull runs", func() error {
+		if !h.n.pulls.Running(ref2) {
+			return errors.New("it does not")
+		}
+		return nil
+	})
+	h.remove(ref2)
 	if err := ends(t, "the pull", end); err == nil {
 		t.Error("the pull of a removed image came to a good end")
 	}
