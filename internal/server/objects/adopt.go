@@ -7,18 +7,19 @@ import (
 	"os"
 )
 
-// An adopter can make a local file an object without copying it.
-type adopter interface {
-	adopt(ctx context.Context, key, path string) error
+// An Adopter has a better way to make a local file an object than Create.
+type Adopter interface {
+	// AdoptFile is Adopt.
+	AdoptFile(ctx context.Context, key, path string) error
 }
 
 // Adopt turns the local file at path into the object key, durable when Adopt
 // returns nil, and removes it from path. A store on the same file system
-// renames it; any other one copies; one that has Unwrap leaves it to the store that this returns. The file must not change any more. If it
+// renames it; any other one copies; one that has Unwrap and is no Adopter leaves it to the store that this returns. The file must not change any more. If it
 // fails the file may be left where it was.
 func Adopt(ctx context.Context, s Store, key, path string) error {
-	if a, ok := s.(adopter); ok {
-		return a.adopt(ctx, key, path)
+	if a, ok := s.(Adopter); ok {
+		return a.AdoptFile(ctx, key, path)
 	}
 	if u, ok := s.(interface{ Unwrap() Store }); ok {
 		return Adopt(ctx, u.Unwrap(), key, path)

@@ -86,7 +86,7 @@ func (view) Delete(_ context.Context, key string) error {
 	return fmt.Errorf("delete object %s: %w", key, errView)
 }
 
-func (view) adopt(_ context.Context, key, _ string) error {
+func (view) AdoptFile(_ context.Context, key, _ string) error {
 	return fmt.Errorf("adopt object %s: %w", key, errView)
 }
 
@@ -169,8 +169,8 @@ func (w *dirWriter) Close() error {
 	return nil
 }
 
-// adopt implements adopter.
-func (d *Dir) adopt(ctx context.Context, key, path string) error {
+// AdoptFile implements Adopter.
+func (d *Dir) AdoptFile(ctx context.Context, key, path string) error {
 	if err := CheckKey(key); err != nil {
 		return err
 	}
@@ -190,7 +190,7 @@ func (d *Dir) adopt(ctx context.Context, key, path string) error {
 	return nil
 }
 
-// adoptCopy hides adopt, so that a file of another file system is copied.
+// adoptCopy hides AdoptFile, so that a file of another file system is copied.
 func (d *Dir) adoptCopy(ctx context.Context, key, path string) error {
 	return Adopt(ctx, struct{ Store }{d}, key, path)
 }
@@ -254,12 +254,13 @@ func (d *Dir) Open(ctx context.Context, key string, offset, length int64) (io.Re
 		f.Close()
 		return nil, fmt.Errorf("open object %s: %w", key, err)
 	}
-	return &dirReader{key: key, file: f, rest: io.LimitedReader{R: f, N: length}}, nil
+	return &dirReader{key: key, file: f, size: info.Size(), rest: io.LimitedReader{R: f, N: length}}, nil
 }
 
 type dirReader struct {
 	key  string
 	file *os.File
+	size int64
 	rest io.LimitedReader
 }
 
@@ -282,6 +283,9 @@ func (r *dirReader) WriteTo(w io.Writer) (int64, error) {
 	}
 	return n, err
 }
+
+// Size implements Sized.
+func (r *dirReader) Size() int64 { return r.size }
 
 // File implements InFile.
 func (r *dirReader) File() *os.File { return r.file }

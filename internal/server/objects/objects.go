@@ -1,8 +1,8 @@
 // Package objects is where the server keeps bytes: immutable objects under
 // keys, in a directory or an object store.
 //
-// Implementation: Dir, a local directory. Package objectstest has the suite that
-// each implementation passes, and a store in memory for tests.
+// Implementations: Dir, a local directory; package s3, a bucket. Package near keeps what was read of a bucket lately
+// on a local disk. Package objectstest has the suite that each implementation passes, and a store in memory for tests.
 package objects
 
 import (
@@ -44,6 +44,38 @@ type Store interface {
 // reads at an offset do not disturb it.
 type InFile interface {
 	File() *os.File
+}
+
+// Sized is what a reader that Open returned may have: Size returns how many bytes the whole object has.
+type Sized interface {
+	Size() int64
+}
+
+// Within is a store in which reading some of an object costs a request, whatever else is to be learned of it.
+type Within interface {
+	// OpenWithin is Open for a range that may end after the object; one that begins after it is ErrRange. The reader is Sized.
+	OpenWithin(ctx context.Context, key string, offset, length int64) (io.ReadCloser, error)
+}
+
+// Ahead is a store that can read what is going to be wanted.
+type Ahead interface {
+	// ReadAhead begins to read an object, or its last bytes (last >= 0), and does not wait for it.
+	ReadAhead(key string, last int64)
+}
+
+// ReadAhead has a store, or one that it unwraps to, read ahead, and reports whether there is one that does.
+func ReadAhead(s Store, key string, last int64) bool {
+	for {
+		if a, ok := s.(Ahead); ok {
+			a.ReadAhead(key, last)
+			return true
+		}
+		u, ok := s.(interface{ Unwrap() Store })
+		if !ok {
+			return false
+		}
+		s = u.Unwrap()
+	}
 }
 
 // Writer writes one object. Close without Commit drops what was written;

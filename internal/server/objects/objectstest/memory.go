@@ -199,15 +199,19 @@ func (m *Memory) Open(ctx context.Context, key string, offset, length int64) (io
 	if err != nil {
 		return nil, fmt.Errorf("open object %s: %w", key, err)
 	}
-	return &memoryReader{ctx: ctx, m: m, key: key, r: bytes.NewReader(b[offset : offset+length])}, nil
+	return &memoryReader{ctx: ctx, m: m, key: key, size: int64(len(b)), r: bytes.NewReader(b[offset : offset+length])}, nil
 }
 
 type memoryReader struct {
-	ctx context.Context
-	m   *Memory
-	key string
-	r   *bytes.Reader
+	ctx  context.Context
+	m    *Memory
+	key  string
+	size int64
+	r    *bytes.Reader
 }
+
+// Size implements objects.Sized.
+func (r *memoryReader) Size() int64 { return r.size }
 
 func (r *memoryReader) Read(p []byte) (int, error) {
 	if err := r.m.begin(r.ctx, OpRead, r.key); err != nil {
