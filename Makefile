@@ -32,6 +32,9 @@ export FOIL_TEST_KUBELET ?= $(CACHE)/kubernetes
 export FOIL_TEST_CONFORMANCE ?= $(CACHE)/bin/conformance
 export FOIL_TEST_REGISTRY ?= $(CACHE)/bin/registry
 
+# A store that speaks S3.
+export FOIL_TEST_VERSITYGW ?= $(CACHE)/bin/versitygw
+
 # What logs in at the server in tests, besides what distributions have.
 export FOIL_TEST_CLIENTS ?= $(CACHE)/clients
 
@@ -80,7 +83,7 @@ lint: $(LINT)
 	GOLANGCI_LINT_CACHE=$(CACHE)/golangci-lint $(LINT) run ./...
 	cd bench && GOLANGCI_LINT_CACHE=$(CACHE)/golangci-lint $(LINT) run --config ../.golangci.yaml ./...
 
-race:
+race: $(CACHE)/bin/versitygw
 	$(if $(RACE),CGO_ENABLED=1 $(GO) test -race $(TESTFLAGS) $(RACE))
 
 # The versions are pinned like the linter's.
@@ -106,6 +109,9 @@ $(CACHE)/bin/conformance: tools/conformance/go.mod tools/conformance/go.sum
 $(CACHE)/bin/registry: tools/registry/main.go tools/registry/go.mod tools/registry/go.sum
 	cd tools/registry && CGO_ENABLED=0 $(GO) build -trimpath -ldflags '-s -w' -o $@ .
 
+$(CACHE)/bin/versitygw: tools/versitygw/go.mod tools/versitygw/go.sum
+	cd tools/versitygw && CGO_ENABLED=0 $(GO) build -trimpath -ldflags '-s -w' -o $@ github.com/versity/versitygw/cmd/versitygw
+
 CLIENTS := crane=github.com/google/go-containerregistry/cmd/crane oras=oras.land/oras/cmd/oras cosign=github.com/sigstore/cosign/v3/cmd/cosign
 
 $(CACHE)/clients/dex: tools/dex/main.go tools/dex/go.mod tools/dex/go.sum
@@ -114,7 +120,7 @@ $(CACHE)/clients/dex: tools/dex/main.go tools/dex/go.mod tools/dex/go.sum
 $(CACHE)/clients/%: tools/clients/go.mod tools/clients/go.sum
 	cd tools/clients && CGO_ENABLED=0 $(GO) build -trimpath -ldflags '-s -w' -o $@ $(patsubst $*=%,%,$(filter $*=%,$(CLIENTS)))
 
-unit: encoders $(CACHE)/containerd1/containerd $(CACHE)/containerd2/containerd $(CACHE)/runc/runc $(CACHE)/kubernetes/kubelet $(CACHE)/bin/conformance $(CACHE)/bin/registry
+unit: encoders $(CACHE)/containerd1/containerd $(CACHE)/containerd2/containerd $(CACHE)/runc/runc $(CACHE)/kubernetes/kubelet $(CACHE)/bin/conformance $(CACHE)/bin/registry $(CACHE)/bin/versitygw
 	cd bench && $(GO) run ./cmd/gotest -C .. $(TESTFLAGS) -- . bench
 
 # A whole Kubernetes, whose programs take some minutes more to build: pods by Deployments, limits, the
