@@ -31,10 +31,14 @@ the end of writing it after an upgrade), nothing is put in place but with --inco
 Then the next start of the server removes blobs that no repository holds any more: make a
 copy of the root before.
 
+Objects in a bucket (foil serve --store) need no root that is left: with --store a new one is made,
+and with --take the bucket is its own from then on. The old server must never run again on it.
+
 Exit codes: 0; 1 an error, a server that runs, a journal that lacks something; 2 the
 command line makes no sense.`,
 		Example: `  foil server rebuild --root /var/lib/foil-registry
-  foil server rebuild --root /var/lib/foil-registry --json | jq .catalog`,
+  foil server rebuild --root /var/lib/foil-registry --json | jq .catalog
+  foil server rebuild --root /srv/new --store 's3://images?endpoint=https://s3.example:9000' --take`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			end := showRebuild(cmd.ErrOrStderr(), &o)
@@ -50,6 +54,8 @@ command line makes no sense.`,
 		},
 	}
 	cmd.Flags().StringVar(&o.Root, "root", "/var/lib/foil-registry", "`DIR` of foil serve --root")
+	cmd.Flags().StringVar(&o.Store, "store", "", "bucket that the objects are in, as of foil serve --store; without it the one that the root names, or the root itself")
+	cmd.Flags().BoolVar(&o.Take, "take", false, "take the bucket from another root, whose server is gone for ever")
 	cmd.Flags().BoolVar(&o.Incomplete, "incomplete", false, "put a catalog in place though the journal lacks something")
 	cmd.Flags().BoolVar(&asJSON, "json", false, "print the report as one JSON object")
 	return cmd

@@ -13,6 +13,7 @@ import (
 	"hydrofoil.dev/foil/internal/kernel"
 	"hydrofoil.dev/foil/internal/metrics"
 	"hydrofoil.dev/foil/internal/server/catalog"
+	"hydrofoil.dev/foil/internal/server/objects/s3"
 	"hydrofoil.dev/foil/internal/server/serve"
 	"hydrofoil.dev/foil/internal/server/upstream"
 )
@@ -40,6 +41,13 @@ func newServeCommand() *cobra.Command {
 		Long: `Runs a registry: an OCI registry that any client pushes to and pulls from,
 with images kept as they are, and the source of the bundles that foil node
 pulls. Everything it keeps is below one directory, on one file system.
+
+With --store bytes are kept in a bucket of an object store that speaks S3 instead:
+s3://BUCKET[/PREFIX]?endpoint=https://HOST:PORT, and in the same way region=, style=path|host, ca=FILE,
+credentials=env|iam|FILE, profile= and timeout=. Credentials come from AWS_ACCESS_KEY_ID and
+AWS_SECRET_ACCESS_KEY, from the machine or the pod, or from ~/.aws/credentials. Below --root stay the
+catalog, uploads under way, and what was used lately (--store-cache). A bucket, or prefix, belongs
+to one root; docs/operations.md has more.
 
 On this machine's own addresses it is open: everybody who reaches it may pull, push and
 delete, over plain HTTP. On any other address it wants TLS (--tls-cert, --tls-key) and
@@ -71,6 +79,7 @@ Exit codes: 0 it was told to end; 1 an error, in the log as well; 2 the command
 line makes no sense.`,
 		Example: `  foil serve --root /var/lib/foil-registry
   foil serve --root /srv/registry --listen :443 --tls-cert cert.pem --tls-key key.pem --access access.toml
+  foil serve --root /var/lib/foil-registry --store 's3://images/prod?endpoint=https://s3.example:9000&region=eu-1'
   foil serve --root /srv/accelerator --upstream https://registry.example/team
   skopeo copy --dest-tls-verify=false docker-archive:redis.tar docker://localhost:5000/redis:7`,
 		Args: cobra.NoArgs,
@@ -89,6 +98,8 @@ line makes no sense.`,
 
 func (f *serveFlags) add(flags *pflag.FlagSet) {
 	flags.StringVar(&f.opts.Root, "root", "/var/lib/foil-registry", "`DIR` that everything is kept in; made when missing")
+	flags.StringVar(&f.opts.Store, "store", "", "`URL` of the bucket that bytes are kept in: s3://BUCKET[/PREFIX][?endpoint=URL&...]; without it the one that the root names from before, or the root itself")
+	flags.Int64Var(&f.opts.StoreCache, "store-cache", serve.DefaultStoreCache, "how many `BYTES` of a bucket are kept on the root's disk, of what was used lately")
 	flags.StringVar(&f.opts.Listen, "listen", serve.DefaultListen, "`HOST:PORT` to listen on; :PORT is all addresses; port 0 takes a free one and the log says which")
 	flags.StringVar(&f.opts.Congestion, "congestion", kernel.BBR, "TCP congestion `CONTROL` of its connections: bbr, where the host has it; system: what the host chooses; or the name of another, as cubic")
 	flags.IntVar(&f.opts.FirstRate, "first-rate", serve.DefaultFirstRate, "how fast, in `MBIT` a second, a path is believed to be of which nothing is known yet: a new connection sends at once what such a path holds, where bbr controls it; 0: as much as its route says, ten packets unless somebody has set it (docs/network.md)")
@@ -135,6 +146,14 @@ func (f *serveFlags) check() error {
 		return usagef("--first-rate %d: want Mbit a second, or 0", f.opts.FirstRate)
 	case f.audit != "" && f.opts.Access == "" && f.creds != credsClient:
 		return usagef("--audit comes with --access, or --upstream-credentials client: an open server decides nothing")
+	}
+	if f.opts.Store != "" {
+		if _, err := s3.Parse(f.opts.Store); err != nil {
+			return usagef("--store: %v", err)
+		}
+	}
+	if f.opts.StoreCache < 64<<20 {
+		return usagef("--store-cache %d: want 64 MiB (67108864) at least", f.opts.StoreCache)
 	}
 	if f.opts.Upstream.URL == "" && (f.opts.Upstream.Auth != "" || f.opts.Upstream.CA != "") {
 		return usagef("--upstream-auth and --upstream-ca come with --upstream")

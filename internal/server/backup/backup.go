@@ -72,6 +72,11 @@ func backup(ctx context.Context, root, to string) (*Report, error) {
 	if _, err := os.Stat(rootdir.CatalogFile(root)); err != nil {
 		return nil, fmt.Errorf("it is no server's root, or its catalog is gone: %w. %s", err, rootdir.Mend(root))
 	}
+	if at, is, err := rootdir.InBucket(root); err != nil {
+		return nil, err
+	} else if is {
+		return nil, fmt.Errorf("%w, %s: have the store copy it; the catalog can be rebuilt from it (foil server rebuild --store; docs/operations.md)", rootdir.ErrElsewhere, at)
+	}
 	if err := os.Mkdir(to, 0o700); err != nil {
 		return nil, err
 	}

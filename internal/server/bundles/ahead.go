@@ -39,9 +39,12 @@ func (h *Handler) ahead(ctx context.Context, m *Resolved, r catalog.Rootfs) {
 	})
 }
 
-// readAhead has the kernel read the last bytes of an object, or all (last < 0), and does not wait
+// readAhead has the kernel, or the store, read the last bytes of an object, or all (last < 0), and does not wait
 // for them.
 func readAhead(ctx context.Context, store objects.Store, key string, last int64) error {
+	if objects.ReadAhead(store, key, last) {
+		return nil
+	}
 	r, err := store.Open(ctx, key, 0, -1)
 	if err != nil {
 		return err

@@ -12,6 +12,7 @@ import (
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/server/catalog"
 	"hydrofoil.dev/foil/internal/server/guard"
+	"hydrofoil.dev/foil/internal/server/objects"
 )
 
 // statuses says how an error's code is told before the stream has begun.
@@ -43,6 +44,8 @@ func wireError(err error, ref string) *bundle.Error {
 		return e
 	case errors.Is(err, context.Canceled), errors.Is(err, context.DeadlineExceeded):
 		code, message = bundle.CodeUnavailable, "the server stopped working on it; try again"
+	case isAway(err):
+		code, message = bundle.CodeUnavailable, "the server's object store does not answer; try again"
 	case errors.Is(err, syscall.ENOSPC):
 		code, message = bundle.CodeUnavailable, "the server's disk is full; free space there and try again"
 	case isDamage(err), errors.Is(err, catalog.ErrNotFound):
@@ -53,6 +56,12 @@ func wireError(err error, ref string) *bundle.Error {
 
 func isDenied(err error) bool {
 	_, ok := errors.AsType[*guard.Denied](err)
+	return ok
+}
+
+// isAway reports whether objects cannot be had now.
+func isAway(err error) bool {
+	_, ok := errors.AsType[*objects.UnavailableError](err)
 	return ok
 }
 

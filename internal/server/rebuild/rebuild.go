@@ -43,6 +43,10 @@ var ErrIncomplete = errors.New("the journal does not have everything")
 // Options of Run.
 type Options struct {
 	Root string // of the server. Required
+	// Store is the bucket that the objects are in; empty: the one that the root's were in before, or the root itself. Take has it
+	// taken from another root.
+	Store string
+	Take  bool
 	// Incomplete puts a catalog in place that may lack something: objects of the journal are damaged, or
 	// it was never written to its end.
 	Incomplete bool
@@ -95,8 +99,16 @@ func Run(ctx context.Context, o Options) (*Report, error) {
 		o.At = func(string) {}
 	}
 	begin := time.Now()
-	if _, err := os.Stat(rootdir.Objects(o.Root)); err != nil {
-		return nil, fmt.Errorf("rebuild the catalog: %s is no server's root: %w", o.Root, err)
+	_, inBucket, err := rootdir.InBucket(o.Root)
+	if err == nil && o.Store != "" {
+		err = os.MkdirAll(o.Root, 0o700) // one that is lost with its machine
+	} else if err == nil && !inBucket {
+		if _, err = os.Stat(rootdir.Objects(o.Root)); err != nil {
+			err = fmt.Errorf("%s is no server's root: %w", o.Root, err)
+		}
+	}
+	if err != nil {
+		return nil, fmt.Errorf("rebuild the catalog: %w", err)
 	}
 	unlock, err := rootdir.Lock(o.Root)
 	if err != nil {
@@ -112,11 +124,14 @@ func Run(ctx context.Context, o Options) (*Report, error) {
 }
 
 func (r *rebuilder) run(ctx context.Context) (err error) {
-	dir, err := objects.OpenDir(rootdir.Objects(r.o.Root))
+	if r.o.Store != "" || r.o.Take {
+		r.store, err = rootdir.Attach(ctx, r.o.Root, r.o.Store, r.o.Take, nil)
+	} else {
+		r.store, err = rootdir.OpenStore(ctx, r.o.Root)
+	}
 	if err != nil {
 		return err
 	}
-	r.store = dir
 	beside := rootdir.Catalog(r.o.Root) + ".new"
 	if err := os.RemoveAll(beside); err != nil {
 		return err

@@ -54,16 +54,12 @@ func (r *Registry) getBlob(w http.ResponseWriter, req *http.Request, name, arg s
 			h.Set("Content-Range", fmt.Sprintf("bytes %d-%d/%d", offset, offset+length-1, b.Size))
 		}
 	}
-	if whole, err := r.checkObject(req.Context(), name, b); err != nil || !whole {
+	body, err := r.openBlob(req.Context(), name, b, req.Method == http.MethodHead, offset, length)
+	if err != nil {
 		h.Del("Content-Range")
-		return cmp.Or(err, errorf(blobUnknown, "repository %s has lost blob %s: push it again", name, d))
+		return err
 	}
-	var body io.ReadCloser
-	if req.Method != http.MethodHead {
-		if body, err = r.opts.Store.Open(req.Context(), catalog.BlobKey(d), offset, length); err != nil {
-			h.Del("Content-Range")
-			return fmt.Errorf("blob %s of %s: %w", d, name, err)
-		}
+	if body != nil {
 		defer body.Close()
 	}
 	h.Set("Content-Type", "application/octet-stream")
@@ -81,6 +77,35 @@ func (r *Registry) getBlob(w http.ResponseWriter, req *http.Request, name, arg s
 		panic(http.ErrAbortHandler)
 	}
 	return nil
+}
+
+// openBlob opens some of a blob whose object is whole; of a HEAD it returns nil. It asks the store once, unless something is wrong.
+func (r *Registry) openBlob(ctx context.Context, name string, b catalog.Blob, head bool, offset, length int64) (io.ReadCloser, error) {
+	open := func() (io.ReadCloser, error) {
+		return r.opts.Store.Open(ctx, catalog.BlobKey(b.Digest), offset, length)
+	}
+	if !head && length > 0 {
+		body, err := open()
+		if sized, ok := body.(objects.Sized); err == nil && ok && sized.Size() == b.Size {
+			return body, nil
+		}
+		if err == nil {
+			body.Close()
+		} else if !errors.Is(err, objects.ErrNotFound) && !errors.Is(err, objects.ErrRange) {
+			return nil, fmt.Errorf("blob %s of %s: %w", b.Digest, name, err)
+		}
+	}
+	if whole, err := r.checkObject(ctx, name, b); err != nil || !whole {
+		return nil, cmp.Or(err, errorf(blobUnknown, "repository %s has lost blob %s: push it again", name, b.Digest))
+	}
+	if head {
+		return nil, nil
+	}
+	body, err := open()
+	if err != nil {
+		return nil, fmt.Errorf("blob %s of %s: %w", b.Digest, name, err)
+	}
+	return body, nil
 }
 
 // checkObject reports whether the object of a blob is there, with all its bytes.

@@ -84,7 +84,7 @@ func (s *Scrubber) mendBlob(ctx context.Context, b catalog.Blob, f *Finding) err
 	case !damage(wrong):
 		return cmpCtx(ctx, wrong)
 	default:
-		to, err := s.aside(f.Key)
+		to, err := s.aside(ctx, f.Key)
 		if err != nil {
 			return err
 		}
@@ -129,17 +129,41 @@ func (s *Scrubber) restore(ctx context.Context, b catalog.Blob) error {
 }
 
 // aside moves an object out of the way, to damaged/ below the root.
-func (s *Scrubber) aside(key string) (string, error) {
+func (s *Scrubber) aside(ctx context.Context, key string) (string, error) {
 	dir := filepath.Join(s.o.Root, "damaged")
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return "", err
 	}
 	from := filepath.Join(rootdir.Objects(s.o.Root), filepath.FromSlash(key))
 	to := filepath.Join(dir, strings.ReplaceAll(key, "/", "-"))
+	if _, is, err := rootdir.InBucket(s.o.Root); is || err != nil {
+		if err == nil {
+			err = s.fetchAside(ctx, key, to)
+		}
+		return to, errors.Join(err, durable.Sync(dir))
+	}
 	if err := os.Rename(from, to); err != nil {
 		return "", fmt.Errorf("move what is damaged out of the way: %w", err)
 	}
 	return to, errors.Join(durable.Sync(dir), durable.Sync(filepath.Dir(from)))
+}
+
+// fetchAside is aside for an object that is in no file.
+func (s *Scrubber) fetchAside(ctx context.Context, key, to string) error {
+	object, err := s.store.Open(ctx, key, 0, -1)
+	if err != nil {
+		return fmt.Errorf("move what is damaged out of the way: %w", err)
+	}
+	defer object.Close()
+	f, err := os.Create(to)
+	if err != nil {
+		return err
+	}
+	_, err = io.Copy(f, object)
+	if err = errors.Join(err, f.Sync(), f.Close()); err != nil {
+		return fmt.Errorf("move what is damaged out of the way: %w", errors.Join(err, os.Remove(to)))
+	}
+	return s.o.Objects.Delete(ctx, key)
 }
 
 // hash compares an object with its digest. Errors: *layer.DigestError; the store's.

@@ -12,7 +12,6 @@ import (
 	"hydrofoil.dev/foil/internal/server/catalog/sqlite"
 	"hydrofoil.dev/foil/internal/server/ingest"
 	"hydrofoil.dev/foil/internal/server/journal"
-	"hydrofoil.dev/foil/internal/server/objects"
 	"hydrofoil.dev/foil/internal/server/rootdir"
 )
 
@@ -38,7 +37,7 @@ func Run(ctx context.Context, o Options) (r *Report, err error) {
 // open opens what is below the root.
 func (o *Options) open(ctx context.Context) (end func() error, err error) {
 	if o.Check {
-		if o.Objects, err = objects.ViewDir(rootdir.Objects(o.Root)); err != nil {
+		if o.Objects, err = rootdir.ViewStore(o.Root); err != nil {
 			return nil, err
 		}
 		o.Catalog, end, err = sqlite.OpenCopy(ctx, rootdir.CatalogFile(o.Root))
@@ -66,7 +65,7 @@ func (o *Options) open(ctx context.Context) (end func() error, err error) {
 		return nil, err
 	}
 	ends = append(ends, unlock)
-	dir, err := objects.OpenDir(rootdir.Objects(o.Root))
+	dir, err := rootdir.OpenStore(ctx, o.Root)
 	if err != nil {
 		return fail(err)
 	}

@@ -35,6 +35,9 @@ const childUpstream = "FOIL_TEST_SERVE_UPSTREAM"
 // childLease is short, so that a collector has something to do.
 const childLease = 300 * time.Millisecond
 
+// childStore is the bucket that it keeps objects in.
+const childStore = "FOIL_TEST_SERVE_STORE"
+
 // childWebhooks is the file of its webhooks.
 const childWebhooks = "FOIL_TEST_SERVE_WEBHOOKS"
 
@@ -46,6 +49,7 @@ func TestMain(m *testing.M) {
 			Collect:  collect.Options{Leftover: 5 * time.Second, Interval: 20 * time.Millisecond, PackSize: 1 << 20},
 			Lease:    childLease,
 			Webhooks: os.Getenv(childWebhooks),
+			Store:    os.Getenv(childStore),
 		})
 		if err != nil {
 			fmt.Fprintln(os.Stderr, err)

@@ -12,6 +12,8 @@ import (
 
 	"hydrofoil.dev/foil/internal/metrics"
 	"hydrofoil.dev/foil/internal/metrics/metricstest"
+	"hydrofoil.dev/foil/internal/server/objects/near"
+	"hydrofoil.dev/foil/internal/server/objects/s3"
 	"hydrofoil.dev/foil/internal/server/upstream"
 )
 
@@ -91,4 +93,5 @@ func TestMetricsAreDocumented(t *testing.T) {
 	all := s.metrics
 	metricstest.Table(t, file, "serve", metrics.Collectors(all[:len(all)-1]))
 	metricstest.Table(t, file, "upstream", all[len(all)-1])
+	metricstest.Table(t, file, "bucket", metrics.Collectors(append(s3.NewMetrics().Collectors(), near.NewMetrics().Collectors()...)))
 }

@@ -7,6 +7,8 @@
 //	lock      held (flock) by the server that uses the root
 //	catalog/  the SQLite catalog
 //	objects/  blobs, packs, what ingest makes, and the journal (package objects, Dir)
+//	store     instead of objects/: in which bucket they are (package rootdir)
+//	near/     what was read of the bucket lately (package near)
 //	uploads/  uploads under way (package registry)
 //	webhooks.db  events that wait for their receivers (package webhooks)
 //	upstream  of an accelerator: the URL of its upstream
@@ -32,6 +34,7 @@ import (
 	"path/filepath"
 	"runtime"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -68,6 +71,13 @@ import (
 type Options struct {
 	// Root is the directory of everything the server keeps. Required.
 	Root string
+	// Store is the bucket that objects are kept in, as the URL of an s3.Location; empty: the one that the root's were in before, or the root
+	// itself.
+	Store string
+	// StoreCache bounds what is kept of a bucket on the disk of the root, bytes; 0 means DefaultStoreCache.
+	StoreCache int64
+	// StoreCheck is how often it is asked whether the bucket is still this root's; 0 means DefaultStoreCheck.
+	StoreCheck time.Duration
 	// Listen is the TCP address, HOST:PORT; empty means DefaultListen, and port 0 any
 	// free one.
 	Listen string
@@ -132,13 +142,15 @@ type Server struct {
 	handler  http.Handler
 	guard    *guard.Guard       // nil: the server is open
 	retainer *retainer          // nil: there is none
+	bucket   *rootdir.Attached  // nil: objects are below the root
 	metrics  metrics.Collectors // set by open
 	closers  []func() error     // what is open, in the order of opening
 
 	closeOnce sync.Once
 	closeErr  error
-	done      chan struct{} // closed when http.Serve has returned
-	serveErr  error         // of http.Serve; read after done
+	lost      atomic.Pointer[error] // why the server ends by itself; nil: it does not
+	done      chan struct{}         // closed when http.Serve has returned
+	serveErr  error                 // of http.Serve; read after done
 }
 
 // Start opens the stores below opts.Root and begins to serve.
@@ -164,6 +176,9 @@ func Start(ctx context.Context, opts Options) (_ *Server, err error) {
 	if opts.IdleAnswer == 0 {
 		opts.IdleAnswer = 2 * time.Minute
 	}
+	if opts.StoreCheck == 0 {
+		opts.StoreCheck = DefaultStoreCheck
+	}
 	if opts.Grace == 0 {
 		opts.Grace = 10 * time.Second
 	}
@@ -186,6 +201,9 @@ func Start(ctx context.Context, opts Options) (_ *Server, err error) {
 		defer close(s.done)
 		s.serveErr = s.http.Serve(s.listener)
 	}()
+	if s.bucket != nil {
+		s.closers = append(s.closers, background(s.holdBucket))
+	}
 	scheme := "http"
 	if opts.TLSCert != "" {
 		scheme = "https"
@@ -193,6 +211,9 @@ func Start(ctx context.Context, opts Options) (_ *Server, err error) {
 	log := s.log
 	if opts.Upstream.URL != "" {
 		log = log.With("upstream", opts.Upstream.URL)
+	}
+	if s.bucket != nil {
+		log = log.With("store", s.bucket.Location())
 	}
 	log.Info("serving", "address", s.Addr(), "scheme", scheme, "root", opts.Root)
 	return s, nil
@@ -202,7 +223,8 @@ func Start(ctx context.Context, opts Options) (_ *Server, err error) {
 type parts struct {
 	local    *sqlite.Catalog       // below the root
 	catalog  catalog.Catalog       // local, or the accelerator's view of it
-	here     objects.Store         // below the root
+	rest     objects.Store         // where objects rest: below the root, or in a bucket
+	here     objects.Store         // rest, with what is near of a bucket
 	store    objects.Store         // here, with blobs that can be restored, or the accelerator's view of it
 	front    *upstream.Accelerator // nil: this is no accelerator
 	encoders *encoder.Set
@@ -214,7 +236,8 @@ type parts struct {
 	readers  *readers.Readers
 	space    *space
 	admin    *admin.Admin
-	webhooks *webhooks.Sender // nil: nobody is told
+	webhooks *webhooks.Sender   // nil: nobody is told
+	bucket   metrics.Collectors // of the bucket, if there is one
 }
 
 // open is the paths that ask nobody who they are.
@@ -244,7 +267,7 @@ func (s *Server) open(ctx context.Context) error {
 	}
 	requests, scrubbed := newRequestMetrics(), scrub.NewMetrics()
 	s.metrics = append(append(requests.all(), s.guard.Metrics()...), p.ingester.Metrics, p.blobs.Metrics, p.bundle.Metrics(), p.queue.metrics(), scrubbed)
-	s.metrics = append(append(s.metrics, p.webhooks.Metrics()...), p.space.metrics()...)
+	s.metrics = append(append(append(s.metrics, p.webhooks.Metrics()...), p.space.metrics()...), p.bucket...)
 	if p.admin.Collector != nil {
 		s.metrics = append(s.metrics, p.admin.Collector.Metrics()...)
 	}
@@ -272,17 +295,17 @@ func (s *Server) openStores(ctx context.Context, p *parts) error {
 			return err
 		}
 	}
-	dir, err := objects.OpenDir(rootdir.Objects(root))
-	if err != nil {
+	if err := s.openObjects(ctx, p); err != nil {
 		return err
 	}
-	if p.local, err = s.openCatalog(ctx, dir); err != nil {
+	dir := p.here
+	if p.local, err = s.openCatalog(ctx, p.rest); err != nil {
 		return err
 	}
 	if err := checkUpstream(ctx, root, s.opts.Upstream.URL, p.local); err != nil {
 		return err
 	}
-	p.here, p.store, p.catalog = dir, dir, p.local
+	p.store, p.catalog = dir, p.local
 	p.encoders = &encoder.Set{Programs: programs.Program}
 	s.closers = append(s.closers, p.encoders.Close)
 	p.blobs = &restore.Blobs{Store: &dedup.Store{Objects: dir, Catalog: p.local}, Encoders: p.encoders, Metrics: restore.NewMetrics(), Readers: p.readers}
@@ -476,6 +499,9 @@ func (s *Server) Addr() string { return s.listener.Addr().String() }
 // Wait blocks until the server has ended, by Close or by an error.
 func (s *Server) Wait() error {
 	<-s.done
+	if why := s.lost.Load(); why != nil {
+		return fmt.Errorf("serve: %w", *why)
+	}
 	if errors.Is(s.serveErr, http.ErrServerClosed) {
 		return nil
 	}

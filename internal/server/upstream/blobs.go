@@ -499,6 +499,9 @@ type Store struct {
 // Store returns the wrapper of Options.Objects.
 func (a *Accelerator) Store() Store { return Store{a.o.Objects, a} }
 
+// Unwrap is for objects.Adopt and objects.ReadAhead.
+func (s Store) Unwrap() objects.Store { return s.Store }
+
 // blobOf returns the digest whose bytes are under key.
 func blobOf(key string) (digest.Digest, bool) {
 	parts := strings.Split(key, "/")

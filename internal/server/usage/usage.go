@@ -147,10 +147,10 @@ func Look(ctx context.Context, o Options) (_ *Report, err error) {
 		o.Progress = func(Progress) {}
 	}
 	l := &looker{o: o, r: new(Report)}
-	if l.r.Rest, l.r.Total, err = rest(ctx, o.Root); err != nil {
+	if l.objects, err = rootdir.ViewStore(o.Root); err != nil {
 		return fail(err)
 	}
-	if l.objects, err = objects.ViewDir(rootdir.Objects(o.Root)); err != nil {
+	if l.r.Rest, l.r.Total, err = rest(ctx, o.Root, l.objects); err != nil {
 		return fail(err)
 	}
 	cat, end, err := sqlite.OpenCopy(ctx, rootdir.CatalogFile(o.Root))
@@ -304,8 +304,8 @@ func (l *looker) layer(ctx context.Context, b *batch, row catalog.Layer, owner i
 	}
 }
 
-// rest walks the root, as du does.
-func rest(ctx context.Context, root string) (list []Rest, total Rest, err error) {
+// rest walks the root, as du does, and lists the bucket, if there is one.
+func rest(ctx context.Context, root string, store objects.Store) (list []Rest, total Rest, err error) {
 	kinds := map[string]*Rest{}
 	var order []string
 	err = filepath.WalkDir(root, func(path string, e fs.DirEntry, err error) error {
@@ -337,6 +337,20 @@ func rest(ctx context.Context, root string) (list []Rest, total Rest, err error)
 		}
 		return ctx.Err()
 	})
+	if _, is, rerr := rootdir.InBucket(root); err == nil && is || rerr != nil {
+		err = errors.Join(rerr, store.List(ctx, "", func(key string, size int64) error {
+			first, _, _ := strings.Cut(key, "/")
+			kind := "bucket: " + first
+			if kinds[kind] == nil {
+				kinds[kind] = &Rest{Kind: kind}
+				order = append(order, kind)
+			}
+			for _, r := range []*Rest{kinds[kind], &total} {
+				r.Files, r.Bytes, r.Disk = r.Files+1, r.Bytes+size, r.Disk+size
+			}
+			return nil
+		}))
+	}
 	for _, kind := range order {
 		list = append(list, *kinds[kind])
 	}

@@ -1,0 +1,86 @@
+package serve
+
+import (
+	"context"
+	"errors"
+	"path/filepath"
+	"time"
+
+	"hydrofoil.dev/foil/internal/backoff"
+	"hydrofoil.dev/foil/internal/server/objects"
+	"hydrofoil.dev/foil/internal/server/objects/near"
+	"hydrofoil.dev/foil/internal/server/objects/s3"
+	"hydrofoil.dev/foil/internal/server/rootdir"
+)
+
+// DefaultStoreCache is what is kept of a bucket on the root's disk, bytes.
+const DefaultStoreCache = 8 << 30
+
+// DefaultStoreCheck is how often the server asks whether the bucket is still its root's. One that was taken is used for as long, and a
+// little longer.
+const DefaultStoreCheck = time.Minute
+
+// leftoverUploads is after how long parts of an object that nobody completes are dropped.
+const leftoverUploads = 24 * time.Hour
+
+// openObjects opens where objects rest.
+func (s *Server) openObjects(ctx context.Context, p *parts) error {
+	root := s.opts.Root
+	_, is, err := rootdir.InBucket(root)
+	if err != nil {
+		return err
+	}
+	if !is && s.opts.Store == "" {
+		dir, err := objects.OpenDir(rootdir.Objects(root))
+		p.rest, p.here = dir, dir
+		return err
+	}
+	counted := s3.NewMetrics()
+	bucket, err := rootdir.Attach(ctx, root, s.opts.Store, false, counted)
+	if err != nil {
+		return err
+	}
+	cache := near.Options{Dir: filepath.Join(root, "near"), Limit: s.opts.StoreCache, Log: s.log, Metrics: near.NewMetrics()}
+	if cache.Limit == 0 {
+		cache.Limit = DefaultStoreCache
+	}
+	front, err := near.Open(bucket, cache)
+	if err != nil {
+		return err
+	}
+	p.rest, p.here = bucket, front
+	p.bucket = append(counted.Collectors(), cache.Metrics.Collectors()...)
+	s.closers = append(s.closers, front.Close)
+	s.bucket = bucket
+	return nil
+}
+
+// holdBucket ends the server when its bucket is another root's, and drops what crashes have left there.
+func (s *Server) holdBucket(ctx context.Context) {
+	var looked time.Time
+	for {
+		if time.Since(looked) > leftoverUploads {
+			looked = time.Now()
+			dropped, err := s.bucket.Leftovers(ctx, looked.Add(-leftoverUploads))
+			switch {
+			case err != nil && ctx.Err() == nil:
+				s.log.Warn("uploads to the bucket that nobody completed are not dropped, until tomorrow", "error", err)
+			case dropped > 0:
+				s.log.Info("uploads to the bucket that nobody completed were dropped", "uploads", dropped)
+			}
+		}
+		if backoff.Wait(ctx, s.opts.StoreCheck) != nil {
+			return
+		}
+		err := s.bucket.Own(ctx)
+		if errors.Is(err, rootdir.ErrClaimed) {
+			s.log.Error("the server ends: others would remove what it needs, and it what they need", "error", err)
+			s.lost.Store(&err)
+			_ = s.http.Close() // Wait says why
+			return
+		}
+		if err != nil && ctx.Err() == nil {
+			s.log.Warn("it is not known whether the bucket is still this root's", "error", err)
+		}
+	}
+}

@@ -1,0 +1,347 @@
+package serve_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"io"
+	"log/slog"
+	"math/rand/v2"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/opencontainers/go-digest"
+
+	"hydrofoil.dev/foil/internal/format/layer/layertest"
+	"hydrofoil.dev/foil/internal/server/backup"
+	"hydrofoil.dev/foil/internal/server/collect"
+	"hydrofoil.dev/foil/internal/server/objects/s3/s3test"
+	"hydrofoil.dev/foil/internal/server/rebuild"
+	"hydrofoil.dev/foil/internal/server/rootdir"
+	"hydrofoil.dev/foil/internal/server/serve"
+)
+
+// quiet waits until nothing more is asked of the store, and returns what was since the last time.
+func quiet(t *testing.T, server *s3test.Server) s3test.Count {
+	t.Helper()
+	for last, began := -1, time.Now(); ; time.Sleep(700 * time.Millisecond) {
+		c := server.Count()
+		if c.Total() == last {
+			server.Reset()
+			return c
+		}
+		if last = c.Total(); time.Since(began) > 2*time.Minute {
+			t.Fatalf("the server goes on asking: %s", c)
+		}
+	}
+}
+
+// What each thing costs in requests to the bucket, and in bytes. docs/operations.md has the figures.
+func TestStoreCosts(t *testing.T) {
+	server := s3test.Start(t)
+	root, at := t.TempDir(), server.Location().String()
+	s, err := serve.Start(context.Background(), serve.Options{Root: root, Listen: "127.0.0.1:0", Store: at, Log: slog.New(slog.DiscardHandler)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	closeServer := sync.OnceFunc(func() {
+		if err := s.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	defer closeServer()
+	quiet(t, server)
+
+	m := makeImage(t, layertest.Layer{{Name: "a", Body: noise(1, 6<<20)}, {Name: "b", Body: strings.Repeat("text ", 100_000)}}, layertest.Layer{{Name: "c", Body: noise(2, 40<<20)}})
+	size := int64(0)
+	for _, b := range m.blobs {
+		size += int64(len(b))
+	}
+	m.push(t, s.Addr())
+	if err := m.pull(s.Addr()); err != nil {
+		t.Fatal(err)
+	}
+	c := quiet(t, server)
+	t.Logf("push of 3 blobs with %d bytes, ingest and bundle: %s", size, c)
+	// Blobs are read where they came by: nothing but small objects is asked for.
+	if c.Received > 1<<20 || c.Sent > 2*size+size/2 || c.Requests["put"]+c.Requests["part"] > 40 {
+		t.Errorf("push and ingest: %s", c)
+	}
+
+	layer := digest.FromBytes(m.blobs[1])
+	blob := "http://" + s.Addr() + "/v2/r/blobs/" + layer.String()
+	wantGet := func(what, path string, body []byte, most int) {
+		t.Helper()
+		server.Reset()
+		status, got := get(t, path)
+		if status != http.StatusOK || !bytes.Equal(got, body) {
+			t.Errorf("%s: %d, %d bytes", what, status, len(got))
+		}
+		if c := server.Count(); c.Total() > most {
+			t.Errorf("%s: %s; want %d requests at most", what, c, most)
+		}
+	}
+	wantGet("a manifest", "http://"+s.Addr()+"/v2/r/manifests/1", m.manifest, 0)
+	wantGet("a blob that was pushed lately", blob, m.blobs[1], 0)
+
+	closeServer()
+	s = start(t, serve.Options{Root: root, StoreCache: 1 << 30}) // the root knows the bucket
+	quiet(t, server)
+	blob = "http://" + s.Addr() + "/v2/r/blobs/" + layer.String()
+	wantGet("a manifest", "http://"+s.Addr()+"/v2/r/manifests/1", m.manifest, 0)
+	wantGet("a blob", blob, m.blobs[1], 1)
+	req, err := http.NewRequest("GET", blob, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	req.Header.Set("Range", "bytes=1000000-1999999")
+	server.Reset()
+	res, err := http.DefaultClient.Do(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	got, err := io.ReadAll(res.Body)
+	res.Body.Close()
+	if err != nil || !bytes.Equal(got, m.blobs[1][1_000_000:2_000_000]) {
+		t.Errorf("a range: %s, %d bytes, %v", res.Status, len(got), err)
+	}
+	if c := server.Count(); c.Total() != 1 || c.Received > 1_100_000 {
+		t.Errorf("a range of a blob: %s", c)
+	}
+
+	// The first bundle reads the packs in large pieces, and nothing twice; the second one reads nothing.
+	if err := m.pull(s.Addr()); err != nil {
+		t.Fatal(err)
+	}
+	c = quiet(t, server)
+	t.Logf("bundle of %d bytes, nothing near: %s", size, c)
+	if c.Total() > 32 || c.Received > size+size/4 {
+		t.Errorf("a bundle with nothing near: %s", c)
+	}
+	if err := m.pull(s.Addr()); err != nil {
+		t.Fatal(err)
+	}
+	if c = quiet(t, server); c.Total() > 0 {
+		t.Errorf("a bundle with everything near: %s", c)
+	}
+}
+
+// While the bucket does not answer clients are told to come again; nothing is taken for lost.
+func TestStoreIsAway(t *testing.T) {
+	server := s3test.Start(t)
+	root := t.TempDir()
+	s := start(t, serve.Options{Root: root, Store: server.Location().String() + "&timeout=5s", Log: slog.New(slog.DiscardHandler)})
+	m := makeImage(t, layertest.Layer{{Name: "a", Body: noise(3, 1<<20)}})
+	m.push(t, s.Addr())
+	if err := m.pull(s.Addr()); err != nil {
+		t.Fatal(err)
+	}
+	quiet(t, server)
+	base := "http://" + s.Addr() + "/v2/r/"
+	for _, fault := range []s3test.Fault{s3test.SlowDown, s3test.Foreign, s3test.Reset} {
+		server.Inject(func(int, string, string) s3test.Fault { return fault })
+		if status, _ := get(t, base+"manifests/1"); status != http.StatusOK {
+			t.Errorf("a manifest: %d", status)
+		}
+		res, err := http.Head(base + "blobs/" + digest.FromBytes(m.blobs[0]).String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		res.Body.Close()
+		if res.StatusCode != http.StatusServiceUnavailable || res.Header.Get("Retry-After") == "" {
+			t.Errorf("fault %d: HEAD of a blob: %s, Retry-After %q; want 503", fault, res.Status, res.Header.Get("Retry-After"))
+		}
+	}
+	server.Inject(nil)
+	if status, got := get(t, base+"blobs/"+digest.FromBytes(m.blobs[0]).String()); status != http.StatusOK || !bytes.Equal(got, m.blobs[0]) {
+		t.Errorf("the blob afterwards: %d, %d bytes", status, len(got))
+	}
+}
+
+// A bucket belongs to one root; another one takes it when it is told to, with everything; then the first server ends.
+func TestBucketIsTaken(t *testing.T) {
+	server := s3test.Start(t)
+	location := server.Location()
+	at := location.String()
+	first := t.TempDir()
+	s, err := serve.Start(context.Background(), serve.Options{Root: first, Listen: "127.0.0.1:0", Store: at, StoreCheck: 50 * time.Millisecond, Log: slog.New(slog.DiscardHandler)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close() //nolint:errcheck // it has ended
+	m := makeImage(t, layertest.Layer{{Name: "a", Body: noise(4, 2<<20)}})
+	m.push(t, s.Addr())
+	if err := m.pull(s.Addr()); err != nil {
+		t.Fatal(err)
+	}
+	second := filepath.Join(t.TempDir(), "new")
+	if _, err := serve.Start(t.Context(), serve.Options{Root: second, Listen: "127.0.0.1:0", Store: at}); !errors.Is(err, rootdir.ErrClaimed) || !strings.Contains(err.Error(), first) {
+		t.Errorf("a second root: %v; want whose it is", err)
+	}
+	if _, err := rebuild.Run(t.Context(), rebuild.Options{Root: second, Store: at}); !errors.Is(err, rootdir.ErrClaimed) {
+		t.Errorf("rebuild of a bucket that is in use: %v", err)
+	}
+	if _, err := rebuild.Run(t.Context(), rebuild.Options{Root: second, Store: at, Take: true}); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Wait(); !errors.Is(err, rootdir.ErrClaimed) {
+		t.Errorf("the first server ends with %v", err)
+	}
+	if err := s.Close(); err != nil {
+		t.Error(err)
+	}
+	if _, err := serve.Start(t.Context(), serve.Options{Root: first, Listen: "127.0.0.1:0"}); !errors.Is(err, rootdir.ErrClaimed) {
+		t.Errorf("the first root: %v", err)
+	}
+	now := start(t, serve.Options{Root: second})
+	if status, got := get(t, "http://"+now.Addr()+"/v2/r/manifests/1"); status != http.StatusOK || !bytes.Equal(got, m.manifest) {
+		t.Errorf("the manifest: %d", status)
+	}
+	if err := m.pull(now.Addr()); err != nil {
+		t.Error(err)
+	}
+
+	// A root that keeps its objects itself goes on doing so, and another prefix is another bucket.
+	embedded := t.TempDir()
+	start(t, serve.Options{Root: embedded}).Close()
+	if _, err := serve.Start(t.Context(), serve.Options{Root: embedded, Listen: "127.0.0.1:0", Store: at}); err == nil || !strings.Contains(err.Error(), "another root") {
+		t.Errorf("a bucket for a root with objects of its own: %v", err)
+	}
+	location.Prefix = "other"
+	start(t, serve.Options{Root: t.TempDir(), Store: location.String()})
+	if _, err := backup.Backup(t.Context(), second, filepath.Join(t.TempDir(), "copy")); !errors.Is(err, rootdir.ErrElsewhere) {
+		t.Errorf("a backup: %v", err)
+	}
+}
+
+// Whatever was answered survives kills of the server, while the bucket fails now and then; what is deleted goes.
+func TestStoreKills(t *testing.T) {
+	if testing.Short() {
+		t.Skip("it takes half a minute")
+	}
+	server := s3test.Start(t)
+	t.Setenv(childStore, server.Location().String())
+	root := t.TempDir()
+	seed := rand.Uint64()
+	t.Logf("seed %d", seed)
+	faults := []s3test.Fault{s3test.SlowDown, s3test.Reset, s3test.Lost, s3test.Cut, s3test.Trouble, s3test.Flip}
+	var mu sync.Mutex
+	rng := rand.New(rand.NewPCG(seed, 1))
+	clients := make([]*busyClient, 4)
+	for i := range clients {
+		clients[i] = &busyClient{id: i, rng: rand.New(rand.NewPCG(seed, uint64(i+2))), held: map[string][][]byte{}}
+	}
+	m := makeImage(t, layertest.Layer{{Name: "a", Body: noise(5, 3<<20)}})
+	acked, checked := 0, 0
+	for round := range 4 {
+		base, cmd := child(t, root)
+		addr := strings.TrimPrefix(base, "http://")
+		for _, c := range clients {
+			c.base = base
+			checked += c.check(t)
+		}
+		if round == 0 {
+			m.push(t, addr)
+		}
+		if err := m.pull(addr); err != nil {
+			t.Errorf("round %d: %v", round, err)
+		}
+		server.Inject(func(int, string, string) s3test.Fault {
+			mu.Lock()
+			defer mu.Unlock()
+			if rng.IntN(12) == 0 {
+				return faults[rng.IntN(len(faults))]
+			}
+			return s3test.None
+		})
+		var wg sync.WaitGroup
+		for _, c := range clients {
+			wg.Go(func() {
+				for range 40 {
+					if !c.step() {
+						return
+					}
+				}
+			})
+		}
+		time.Sleep(500*time.Millisecond + time.Duration(round)*700*time.Millisecond)
+		if err := cmd.Process.Kill(); err != nil {
+			t.Fatal(err)
+		}
+		_ = cmd.Wait() // it was killed
+		wg.Wait()
+		server.Inject(nil)
+	}
+	s := start(t, serve.Options{Root: root})
+	for _, c := range clients {
+		c.base = "http://" + s.Addr()
+		checked += c.check(t)
+		acked += c.acked
+		for _, w := range c.wrong {
+			t.Errorf("client %d: %s", c.id, w)
+		}
+	}
+	if err := m.pull(s.Addr()); err != nil {
+		t.Error(err)
+	}
+	t.Logf("%d answers, %d compared", acked, checked)
+	if acked < 20 {
+		t.Errorf("%d answers are too few to show anything", acked)
+	}
+}
+
+// What nobody needs goes from the bucket.
+func TestStoreIsCollected(t *testing.T) {
+	server := s3test.Start(t)
+	location := server.Location()
+	s := start(t, serve.Options{Root: t.TempDir(), Store: location.String(), Lease: time.Millisecond,
+		Collect: collect.Options{Window: -1, Grace: time.Millisecond, Leftover: time.Millisecond, Interval: 50 * time.Millisecond}})
+	m := makeImage(t, layertest.Layer{{Name: "a", Body: noise(6, 8<<20)}})
+	m.push(t, s.Addr())
+	if err := m.pull(s.Addr()); err != nil {
+		t.Fatal(err)
+	}
+	server.Reset()
+	send(t, "DELETE", "http://"+s.Addr()+"/v2/r/manifests/"+digest.FromBytes(m.manifest).String(), "", nil, http.StatusAccepted)
+	for began := time.Now(); ; time.Sleep(50 * time.Millisecond) {
+		bytes := int64(0)
+		err := filepath.WalkDir(server.Dir(location), func(path string, e os.DirEntry, err error) error {
+			if info, ierr := e.Info(); err == nil && ierr == nil && !e.IsDir() && !strings.Contains(path, "/journal/") {
+				bytes += info.Size()
+			}
+			return nil
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if bytes < 100_000 {
+			t.Logf("collection: %s", server.Count())
+			return
+		}
+		if time.Since(began) > time.Minute {
+			t.Fatalf("%d bytes are left of an image that was deleted", bytes)
+		}
+	}
+}
+
+// The conformance program against a server on a bucket.
+func TestConformanceOnBucket(t *testing.T) {
+	program := os.Getenv("FOIL_TEST_CONFORMANCE")
+	if program == "" {
+		t.Skip("FOIL_TEST_CONFORMANCE does not name the conformance program of the distribution-spec, as that of tools/conformance")
+	}
+	s := start(t, serve.Options{Store: s3test.Start(t).Location().String()})
+	results := t.TempDir()
+	cmd := exec.CommandContext(t.Context(), program)
+	cmd.Dir = results
+	cmd.Env = append(os.Environ(), "OCI_VERSION=1.1", "OCI_REGISTRY="+s.Addr(), "OCI_TLS=disabled", "OCI_RESULTS_DIR="+results)
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Errorf("%v: %s", err, out)
+	}
+}
