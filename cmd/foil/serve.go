@@ -100,6 +100,8 @@ func (f *serveFlags) add(flags *pflag.FlagSet) {
 	flags.StringVar(&f.opts.Root, "root", "/var/lib/foil-registry", "`DIR` that everything is kept in; made when missing")
 	flags.StringVar(&f.opts.Store, "store", "", "`URL` of the bucket that bytes are kept in: s3://BUCKET[/PREFIX][?endpoint=URL&...]; without it the one that the root names from before, or the root itself")
 	flags.Int64Var(&f.opts.StoreCache, "store-cache", serve.DefaultStoreCache, "how many `BYTES` of a bucket are kept on the root's disk, of what was used lately")
+	flags.StringVar(&f.opts.StoreRedirect, "store-redirect", "", "public `ENDPOINT` of the bucket, http:// or https://HOST[:PORT]: plain clients are sent there for blobs, with a URL that counts for a while; without it they get them from here")
+	flags.DurationVar(&f.opts.StoreRedirectFor, "store-redirect-for", serve.DefaultStoreRedirectFor, "for how long such a URL counts, whoever has it, and also when its client has lost its rights")
 	flags.StringVar(&f.opts.Listen, "listen", serve.DefaultListen, "`HOST:PORT` to listen on; :PORT is all addresses; port 0 takes a free one and the log says which")
 	flags.StringVar(&f.opts.Congestion, "congestion", kernel.BBR, "TCP congestion `CONTROL` of its connections: bbr, where the host has it; system: what the host chooses; or the name of another, as cubic")
 	flags.IntVar(&f.opts.FirstRate, "first-rate", serve.DefaultFirstRate, "how fast, in `MBIT` a second, a path is believed to be of which nothing is known yet: a new connection sends at once what such a path holds, where bbr controls it; 0: as much as its route says, ten packets unless somebody has set it (docs/network.md)")

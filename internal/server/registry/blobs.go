@@ -54,6 +54,9 @@ func (r *Registry) getBlob(w http.ResponseWriter, req *http.Request, name, arg s
 			h.Set("Content-Range", fmt.Sprintf("bytes %d-%d/%d", offset, offset+length-1, b.Size))
 		}
 	}
+	if r.opts.Redirect != nil && req.Method == http.MethodGet {
+		return r.redirectBlob(w, req, name, b)
+	}
 	body, err := r.openBlob(req.Context(), name, b, req.Method == http.MethodHead, offset, length)
 	if err != nil {
 		h.Del("Content-Range")
@@ -76,6 +79,23 @@ func (r *Registry) getBlob(w http.ResponseWriter, req *http.Request, name, arg s
 		// that the client cannot take what came for the whole.
 		panic(http.ErrAbortHandler)
 	}
+	return nil
+}
+
+// redirectBlob sends a client to the store, which answers a range as well. What is lost is made again before.
+func (r *Registry) redirectBlob(w http.ResponseWriter, req *http.Request, name string, b catalog.Blob) error {
+	h := w.Header()
+	h.Del("Content-Range")
+	if whole, err := r.checkObject(req.Context(), name, b); err != nil || !whole {
+		return cmp.Or(err, errorf(blobUnknown, "repository %s has lost blob %s: push it again", name, b.Digest))
+	}
+	to, err := r.opts.Redirect(req.Context(), catalog.BlobKey(b.Digest))
+	if err != nil {
+		return fmt.Errorf("blob %s of %s: %w", b.Digest, name, err)
+	}
+	h.Set("Location", to)
+	h.Set("Cache-Control", "no-store") // the URL is a right, for a while
+	w.WriteHeader(http.StatusTemporaryRedirect)
 	return nil
 }
 

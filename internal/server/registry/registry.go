@@ -56,6 +56,8 @@ type Options struct {
 	OnManifest func(ctx context.Context, repo string, m catalog.Manifest)
 	// Heal makes the object of a blob again that is lost or cut; nil: nobody can.
 	Heal func(ctx context.Context, d digest.Digest) error
+	// Redirect returns the URL by which a client reads an object of Store by itself; nil: clients are sent the bytes.
+	Redirect func(ctx context.Context, key string) (string, error)
 	// Webhooks is told of manifests that are pushed, pulled and deleted; nil: nobody is.
 	Webhooks *webhooks.Sender
 	// Room is asked before a request that adds bytes, or deletes something. Its error is answered; ENOSPC: the disk is

@@ -76,6 +76,10 @@ type Options struct {
 	Store string
 	// StoreCache bounds what is kept of a bucket on the disk of the root, bytes; 0 means DefaultStoreCache.
 	StoreCache int64
+	// StoreRedirect is the endpoint by which clients read blobs of the bucket themselves; empty: they are sent the bytes. A URL that one
+	// is given counts for StoreRedirectFor, whatever rights its client has then; 0 means DefaultStoreRedirectFor.
+	StoreRedirect    string
+	StoreRedirectFor time.Duration
 	// StoreCheck is how often it is asked whether the bucket is still this root's; 0 means DefaultStoreCheck.
 	StoreCheck time.Duration
 	// Listen is the TCP address, HOST:PORT; empty means DefaultListen, and port 0 any
@@ -376,7 +380,12 @@ func (s *Server) openServices(p *parts) (err error) {
 	if p.front != nil {
 		heavy = nil // who asks an upstream waits for it, which nobody else has to
 	}
+	redirect, err := s.redirects(p)
+	if err != nil {
+		return err
+	}
 	p.registry, err = registry.New(registry.Options{
+		Redirect:   redirect,
 		Bounds:     bounds,
 		Store:      p.store,
 		Catalog:    p.catalog,

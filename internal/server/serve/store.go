@@ -20,6 +20,28 @@ const DefaultStoreCache = 8 << 30
 // little longer.
 const DefaultStoreCheck = time.Minute
 
+// DefaultStoreRedirectFor is how long a URL counts that a client was sent to.
+const DefaultStoreRedirectFor = 5 * time.Minute
+
+// redirects says where clients read blobs themselves; nil: nowhere.
+func (s *Server) redirects(p *parts) (func(ctx context.Context, key string) (string, error), error) {
+	if s.opts.StoreRedirect == "" {
+		return nil, nil
+	}
+	if s.bucket == nil || p.front != nil {
+		return nil, errors.New("clients can be redirected to a bucket (--store) of blobs that were pushed here; an accelerator may not have them yet")
+	}
+	ttl := s.opts.StoreRedirectFor
+	if ttl == 0 {
+		ttl = DefaultStoreRedirectFor
+	}
+	r, err := s.bucket.NewRedirects(s.opts.StoreRedirect, ttl)
+	if err != nil {
+		return nil, err
+	}
+	return r.Of, nil
+}
+
 // leftoverUploads is after how long parts of an object that nobody completes are dropped.
 const leftoverUploads = 24 * time.Hour
 

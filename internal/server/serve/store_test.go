@@ -345,3 +345,69 @@ func TestConformanceOnBucket(t *testing.T) {
 		t.Errorf("%v: %s", err, out)
 	}
 }
+
+// Plain clients read blobs from the store themselves, for a while.
+func TestStoreRedirects(t *testing.T) {
+	server := s3test.Start(t)
+	root, location := t.TempDir(), server.Location()
+	s := start(t, serve.Options{Root: root, Store: location.String(), StoreRedirect: server.URL(), StoreRedirectFor: 10 * time.Second})
+	m := makeImage(t, layertest.Layer{{Name: "a", Body: noise(7, 1<<20)}})
+	m.push(t, s.Addr())
+	if err := m.pull(s.Addr()); err != nil {
+		t.Fatal(err)
+	}
+	quiet(t, server)
+	path := "http://" + s.Addr() + "/v2/r/blobs/" + digest.FromBytes(m.blobs[0]).String()
+	follow := func(c *http.Client, ranged string) (*http.Response, []byte) {
+		t.Helper()
+		req, err := http.NewRequestWithContext(t.Context(), "GET", path, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if ranged != "" {
+			req.Header.Set("Range", ranged)
+		}
+		res, err := c.Do(req)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer res.Body.Close()
+		b, err := io.ReadAll(res.Body)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return res, b
+	}
+	if _, b := follow(http.DefaultClient, ""); !bytes.Equal(b, m.blobs[0]) {
+		t.Errorf("a blob by a redirect: %d bytes", len(b))
+	}
+	if c := server.Count(); c.Requests["head"] != 1 || c.Requests["get"] != 1 || c.Total() != 2 {
+		t.Errorf("a blob by a redirect: %s; want a HEAD of the server and a GET of the client", c)
+	}
+	if res, b := follow(http.DefaultClient, "bytes=1000-1999"); res.StatusCode != http.StatusPartialContent || !bytes.Equal(b, m.blobs[0][1000:2000]) {
+		t.Errorf("a range by a redirect: %s, %d bytes", res.Status, len(b))
+	}
+	if status, b := get(t, "http://"+s.Addr()+"/v2/r/manifests/1"); status != http.StatusOK || !bytes.Equal(b, m.manifest) {
+		t.Errorf("a manifest: %d", status)
+	}
+	stay := &http.Client{CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}
+	res, _ := follow(stay, "")
+	to := res.Header.Get("Location")
+	if res.StatusCode != http.StatusTemporaryRedirect || !strings.HasPrefix(to, server.URL()) || !strings.Contains(to, "X-Amz-Expires=10&") || res.Header.Get("Cache-Control") != "no-store" {
+		t.Errorf("%s to %q, %v", res.Status, to, res.Header)
+	}
+	// It is a right to this object alone.
+	if status, _ := get(t, strings.Replace(to, "/blobs/", "/packs/", 1)); status != http.StatusForbidden {
+		t.Errorf("another object with the same signature: %d", status)
+	}
+	// What is lost is no redirect.
+	if err := os.RemoveAll(filepath.Join(server.Dir(location), "blobs")); err != nil {
+		t.Fatal(err)
+	}
+	if res, _ := follow(stay, ""); res.StatusCode != http.StatusNotFound {
+		t.Errorf("a lost blob: %s", res.Status)
+	}
+	if _, err := serve.Start(t.Context(), serve.Options{Root: t.TempDir(), Listen: "127.0.0.1:0", StoreRedirect: server.URL()}); err == nil || !strings.Contains(err.Error(), "--store") {
+		t.Errorf("redirects without a bucket: %v", err)
+	}
+}

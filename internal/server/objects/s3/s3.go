@@ -84,21 +84,26 @@ func Open(at Location, m *Metrics) (*Bucket, error) {
 		return nil, fmt.Errorf("store %s: %w", at, err)
 	}
 	for answer, core := range map[time.Duration]**minio.Core{at.Timeout: &b.core, max(answerTimeout, 2*at.Timeout): &b.patient} {
-		o := &minio.Options{Creds: creds, Secure: u.Scheme == "https", Region: at.region(), MaxRetries: 1}
+		o := &minio.Options{Creds: creds, Secure: u.Scheme == "https", Region: at.region(), BucketLookup: at.lookup(), MaxRetries: 1}
 		if o.Transport, err = newTransport(at, answer, m); err != nil {
 			return nil, fmt.Errorf("store %s: %w", at, err)
-		}
-		switch {
-		case at.Style == StyleHost:
-			o.BucketLookup = minio.BucketLookupDNS
-		case at.Style == StylePath || at.Endpoint != "":
-			o.BucketLookup = minio.BucketLookupPath
 		}
 		if *core, err = minio.NewCore(u.Host, o); err != nil {
 			return nil, fmt.Errorf("store %s: %w", at, err)
 		}
 	}
 	return b, nil
+}
+
+// lookup is how the bucket is named in requests.
+func (l Location) lookup() minio.BucketLookupType {
+	switch {
+	case l.Style == StyleHost:
+		return minio.BucketLookupDNS
+	case l.Style == StylePath || l.Endpoint != "":
+		return minio.BucketLookupPath
+	}
+	return minio.BucketLookupAuto
 }
 
 // Location is where the bucket is.

@@ -18,6 +18,8 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/minio/minio-go/v7"
+	"github.com/minio/minio-go/v7/pkg/credentials"
 
 	"hydrofoil.dev/foil/internal/server/dedup"
 	"hydrofoil.dev/foil/internal/server/objects"
@@ -35,6 +37,22 @@ func TestBucket(t *testing.T) {
 			at.Prefix = ""
 			return s3test.Open(t, at)
 		})
+	})
+}
+
+// The suite passes where everything that was replaced or deleted stays as an older version, which nobody sees.
+func TestBucketWithVersions(t *testing.T) {
+	server := s3test.Start(t)
+	client, err := minio.New(strings.TrimPrefix(server.URL(), "http://"), &minio.Options{Creds: credentials.NewStaticV4(s3test.AccessKey, s3test.SecretKey, ""), Region: "us-east-1"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	objectstest.Run(t, func(t *testing.T) objects.Store {
+		at := server.Location()
+		if err := client.EnableVersioning(t.Context(), at.Bucket); err != nil {
+			t.Fatal(err)
+		}
+		return s3test.Open(t, at)
 	})
 }
 

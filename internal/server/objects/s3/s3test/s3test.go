@@ -100,9 +100,12 @@ func Start(t testing.TB, flags ...string) *Server {
 		t.Fatal(err)
 	}
 	s.SetCredentials(AccessKey, SecretKey)
-	socket := filepath.Join(base, "socket")
+	socket, versions := filepath.Join(base, "socket"), filepath.Join(base, "versions")
+	if err := os.Mkdir(versions, 0o700); err != nil {
+		t.Fatal(err)
+	}
 	args := append([]string{"--quiet", "--keep-alive", "--access", AccessKey, "--secret", SecretKey, "--port", socket}, flags...)
-	cmd := exec.Command(program, append(args, "posix", s.dir)...)
+	cmd := exec.Command(program, append(args, "posix", "--versioning-dir", versions, s.dir)...)
 	var out bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &out, &out
 	if err := cmd.Start(); err != nil {
