@@ -72,8 +72,9 @@ can carry; --first-rate says another rate.
 
 --metrics-listen serves metrics to Prometheus; docs/metrics.md lists them.
 
-An interrupt or SIGTERM ends it: requests under way have the grace period to
-finish. Whatever was acknowledged before is on disk, however it ends.
+An interrupt or SIGTERM ends it: with --drain, /readyz says 503 first, while requests are still
+accepted; then those under way have the grace period to finish. Whatever was acknowledged before is
+durable, however it ends.
 
 Exit codes: 0 it was told to end; 1 an error, in the log as well; 2 the command
 line makes no sense.`,
@@ -121,6 +122,7 @@ func (f *serveFlags) add(flags *pflag.FlagSet) {
 	flags.DurationVar(&f.opts.Upstream.TagTTL, "upstream-tag-ttl", 0, "how long the upstream's answer about a tag holds; 0: it is asked each time")
 	flags.DurationVar(&f.opts.Upstream.TagTimeout, "upstream-tag-timeout", 5*time.Second, "how long the upstream has to answer about a tag that is here, before it is served as it was")
 	flags.DurationVar(&f.opts.Grace, "grace", 10*time.Second, "how long requests may go on when the server is told to end")
+	flags.DurationVar(&f.opts.Drain, "drain", 0, "how long it goes on accepting requests when it is told to end, while /readyz says 503: longer than a load balancer takes to look elsewhere")
 	flags.DurationVar(&f.opts.Collect.Window, "undelete-window", catalog.DefaultWindow, "for how long foil server undelete brings back what was deleted; less than 0: never")
 	flags.DurationVar(&f.opts.Collect.Grace, "gc-grace", 24*time.Hour, "for how long a blob stays that no manifest names")
 	flags.DurationVar(&f.opts.Lease, "gc-lease", catalog.DefaultLease, "for how long a blob stays after a client was told that it is there, whatever else")

@@ -55,7 +55,7 @@ func routeOf(path string) string {
 		return "token"
 	case MetricsPath:
 		return "metrics"
-	case "/healthz":
+	case "/healthz", ReadyPath:
 		return "health"
 	case "/v2", "/v2/":
 		return "base"

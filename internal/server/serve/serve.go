@@ -116,6 +116,9 @@ type Options struct {
 	IdleBody time.Duration
 	// IdleAnswer is for how long a client may take nothing of an answer; 0 means two minutes.
 	IdleAnswer time.Duration
+	// Drain is how long Close goes on accepting requests while ReadyPath says that no more should come, before Grace begins: a load balancer
+	// looks elsewhere meanwhile. 0: not at all.
+	Drain time.Duration
 	// Grace is how long requests under way may go on after Close; 0 means 10 s.
 	// A pull that is cut off resumes elsewhere or later.
 	Grace time.Duration
@@ -152,6 +155,8 @@ type Server struct {
 
 	closeOnce sync.Once
 	closeErr  error
+	draining  atomic.Bool
+	away      atomic.Bool           // the bucket did not answer when it was asked last
 	lost      atomic.Pointer[error] // why the server ends by itself; nil: it does not
 	done      chan struct{}         // closed when http.Serve has returned
 	serveErr  error                 // of http.Serve; read after done
@@ -244,10 +249,13 @@ type parts struct {
 	bucket   metrics.Collectors // of the bucket, if there is one
 }
 
+// ReadyPath answers whether requests should be sent to this server: 200, or 503 with the reason.
+const ReadyPath = "/readyz"
+
 // open is the paths that ask nobody who they are.
 func open(req *http.Request) bool {
 	switch req.URL.Path {
-	case "/healthz", login.TokenPath, format.WarmPath:
+	case "/healthz", ReadyPath, login.TokenPath, format.WarmPath:
 		return true
 	}
 	return false
@@ -440,6 +448,21 @@ func (s *Server) route(p *parts) http.Handler {
 			fmt.Fprintln(w, low)
 		}
 	})
+	mux.HandleFunc("GET "+ReadyPath, func(w http.ResponseWriter, req *http.Request) {
+		reason := ""
+		if s.draining.Load() {
+			reason = "the server ends"
+		} else if s.away.Load() {
+			reason = "the bucket does not answer"
+		} else if _, err := p.local.ListRepositories(req.Context(), "", 0); err != nil {
+			reason = "the catalog cannot be read"
+		}
+		if reason != "" {
+			http.Error(w, reason, http.StatusServiceUnavailable)
+			return
+		}
+		fmt.Fprintln(w, "ok")
+	})
 	return mux
 }
 
@@ -517,10 +540,15 @@ func (s *Server) Wait() error {
 	return fmt.Errorf("serve: %w", s.serveErr)
 }
 
-// Close stops listening, lets the requests under way go on for the grace
+// Close drains the server, stops listening, lets the requests under way go on for the grace
 // period, ends them, and closes the stores.
 func (s *Server) Close() error {
 	s.closeOnce.Do(func() {
+		s.draining.Store(true)
+		select {
+		case <-time.After(s.opts.Drain):
+		case <-s.done:
+		}
 		ctx, cancel := context.WithTimeout(context.Background(), s.opts.Grace)
 		defer cancel()
 		err := s.http.Shutdown(ctx)

@@ -95,6 +95,7 @@ func (s *Server) holdBucket(ctx context.Context) {
 			return
 		}
 		err := s.bucket.Own(ctx)
+		s.away.Store(err != nil)
 		if errors.Is(err, rootdir.ErrClaimed) {
 			s.log.Error("the server ends: others would remove what it needs, and it what they need", "error", err)
 			s.lost.Store(&err)

@@ -346,6 +346,40 @@ func TestConformanceOnBucket(t *testing.T) {
 	}
 }
 
+// A server that ends says so while it goes on answering.
+func TestDrain(t *testing.T) {
+	s, err := serve.Start(t.Context(), serve.Options{Root: t.TempDir(), Listen: "127.0.0.1:0", Drain: time.Hour, Log: slog.New(slog.DiscardHandler)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	base := "http://" + s.Addr()
+	if status, b := get(t, base+serve.ReadyPath); status != http.StatusOK {
+		t.Errorf("before: %d %s", status, b)
+	}
+	closed := make(chan error, 1)
+	go func() { closed <- s.Close() }()
+	for {
+		if status, b := get(t, base+serve.ReadyPath); status == http.StatusServiceUnavailable {
+			if !strings.Contains(string(b), "ends") {
+				t.Errorf("it is not ready: %s", b)
+			}
+			break
+		}
+	}
+	for _, path := range []string{"/healthz", "/v2/"} {
+		if status, _ := get(t, base+path); status != http.StatusOK {
+			t.Errorf("%s meanwhile: %d", path, status)
+		}
+	}
+	s.EndDrain()
+	if err := <-closed; err != nil {
+		t.Error(err)
+	}
+	if err := s.Wait(); err != nil {
+		t.Error(err)
+	}
+}
+
 // Plain clients read blobs from the store themselves, for a while.
 func TestStoreRedirects(t *testing.T) {
 	server := s3test.Start(t)
