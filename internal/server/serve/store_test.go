@@ -58,7 +58,7 @@ func TestStoreCosts(t *testing.T) {
 	defer closeServer()
 	quiet(t, server)
 
-	m := makeImage(t, layertest.Layer{{Name: "a", Body: noise(1, 6<<20)}, {Name: "b", Body: strings.Repeat("text ", 100_000)}}, layertest.Layer{{Name: "c", Body: noise(2, 40<<20)}})
+	m := makeImage(t, layertest.Layer{layertest.File("a", 0o644, noise(1, 6<<20)), layertest.File("b", 0o644, strings.Repeat("text ", 100_000))}, layertest.Layer{layertest.File("c", 0o644, noise(2, 40<<20))})
 	size := int64(0)
 	for _, b := range m.blobs {
 		size += int64(len(b))
@@ -137,7 +137,7 @@ func TestStoreIsAway(t *testing.T) {
 	server := s3test.Start(t)
 	root := t.TempDir()
 	s := start(t, serve.Options{Root: root, Store: server.Location().String() + "&timeout=5s", Log: slog.New(slog.DiscardHandler)})
-	m := makeImage(t, layertest.Layer{{Name: "a", Body: noise(3, 1<<20)}})
+	m := makeImage(t, layertest.Layer{layertest.File("a", 0o644, noise(3, 1<<20))})
 	m.push(t, s.Addr())
 	if err := m.pull(s.Addr()); err != nil {
 		t.Fatal(err)
@@ -175,7 +175,7 @@ func TestBucketIsTaken(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer s.Close() //nolint:errcheck // it has ended
-	m := makeImage(t, layertest.Layer{{Name: "a", Body: noise(4, 2<<20)}})
+	m := makeImage(t, layertest.Layer{layertest.File("a", 0o644, noise(4, 2<<20))})
 	m.push(t, s.Addr())
 	if err := m.pull(s.Addr()); err != nil {
 		t.Fatal(err)
@@ -237,7 +237,7 @@ func TestStoreKills(t *testing.T) {
 	for i := range clients {
 		clients[i] = &busyClient{id: i, rng: rand.New(rand.NewPCG(seed, uint64(i+2))), held: map[string][][]byte{}}
 	}
-	m := makeImage(t, layertest.Layer{{Name: "a", Body: noise(5, 3<<20)}})
+	m := makeImage(t, layertest.Layer{layertest.File("a", 0o644, noise(5, 3<<20))})
 	acked, checked := 0, 0
 	for round := range 4 {
 		base, cmd := child(t, root)
@@ -302,7 +302,7 @@ func TestStoreIsCollected(t *testing.T) {
 	location := server.Location()
 	s := start(t, serve.Options{Root: t.TempDir(), Store: location.String(), Lease: time.Millisecond,
 		Collect: collect.Options{Window: -1, Grace: time.Millisecond, Leftover: time.Millisecond, Interval: 50 * time.Millisecond}})
-	m := makeImage(t, layertest.Layer{{Name: "a", Body: noise(6, 8<<20)}})
+	m := makeImage(t, layertest.Layer{layertest.File("a", 0o644, noise(6, 8<<20))})
 	m.push(t, s.Addr())
 	if err := m.pull(s.Addr()); err != nil {
 		t.Fatal(err)
@@ -385,7 +385,7 @@ func TestStoreRedirects(t *testing.T) {
 	server := s3test.Start(t)
 	root, location := t.TempDir(), server.Location()
 	s := start(t, serve.Options{Root: root, Store: location.String(), StoreRedirect: server.URL(), StoreRedirectFor: 10 * time.Second})
-	m := makeImage(t, layertest.Layer{{Name: "a", Body: noise(7, 1<<20)}})
+	m := makeImage(t, layertest.Layer{layertest.File("a", 0o644, noise(7, 1<<20))})
 	m.push(t, s.Addr())
 	if err := m.pull(s.Addr()); err != nil {
 		t.Fatal(err)
