@@ -20,7 +20,6 @@ import (
 
 	"hydrofoil.dev/foil/internal/format/layer/layertest"
 	"hydrofoil.dev/foil/internal/server/backup"
-	"hydrofoil.dev/foil/internal/server/collect"
 	"hydrofoil.dev/foil/internal/server/objects/s3/s3test"
 	"hydrofoil.dev/foil/internal/server/rebuild"
 	"hydrofoil.dev/foil/internal/server/rootdir"
@@ -300,33 +299,34 @@ func TestStoreKills(t *testing.T) {
 func TestStoreIsCollected(t *testing.T) {
 	server := s3test.Start(t)
 	location := server.Location()
-	s := start(t, serve.Options{Root: t.TempDir(), Store: location.String(), Lease: time.Millisecond,
-		Collect: collect.Options{Window: -1, Grace: time.Millisecond, Leftover: time.Millisecond, Interval: 50 * time.Millisecond}})
+	o := onDemand(t.TempDir())
+	o.Store = location.String()
+	s := start(t, o)
 	m := makeImage(t, layertest.Layer{layertest.File("a", 0o644, noise(6, 8<<20))})
 	m.push(t, s.Addr())
 	if err := m.pull(s.Addr()); err != nil {
 		t.Fatal(err)
 	}
-	server.Reset()
+	quiet(t, server)
 	send(t, "DELETE", "http://"+s.Addr()+"/v2/r/manifests/"+digest.FromBytes(m.manifest).String(), "", nil, http.StatusAccepted)
-	for began := time.Now(); ; time.Sleep(50 * time.Millisecond) {
-		bytes := int64(0)
-		err := filepath.WalkDir(server.Dir(location), func(path string, e os.DirEntry, err error) error {
-			if info, ierr := e.Info(); err == nil && ierr == nil && !e.IsDir() && !strings.Contains(path, "/journal/") {
-				bytes += info.Size()
-			}
-			return nil
-		})
-		if err != nil {
-			t.Fatal(err)
+	total := collectAll(t, s.Addr())
+	left := int64(0)
+	err := filepath.WalkDir(server.Dir(location), func(path string, e os.DirEntry, err error) error {
+		if err != nil || e.IsDir() || strings.Contains(path, "/journal/") {
+			return err
 		}
-		if bytes < 100_000 {
-			t.Logf("collection: %s", server.Count())
-			return
+		info, err := e.Info()
+		if err == nil {
+			left += info.Size()
 		}
-		if time.Since(began) > time.Minute {
-			t.Fatalf("%d bytes are left of an image that was deleted", bytes)
-		}
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Logf("collection of %d objects: %s", total.Objects, server.Count())
+	if left > 100_000 || total.Objects == 0 {
+		t.Errorf("%d bytes are left of an image that was deleted; %+v", left, total)
 	}
 }
 

@@ -296,8 +296,10 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	s.mu.Lock()
 	s.count.Received += int64(n)
 	s.mu.Unlock()
+	if fault == Cut || fault == Stall {
+		_ = http.NewResponseController(w).Flush() // it breaks off all the same
+	}
 	if fault == Stall {
-		_ = http.NewResponseController(w).Flush() // it hangs all the same
 		s.hang(req)
 	}
 	if fault == Cut {
