@@ -13,6 +13,7 @@
 package rebuild
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -26,6 +27,7 @@ import (
 	"github.com/opencontainers/go-digest"
 	"golang.org/x/sys/unix"
 
+	"hydrofoil.dev/foil/internal/backoff"
 	"hydrofoil.dev/foil/internal/durable"
 	"hydrofoil.dev/foil/internal/format/layer"
 	"hydrofoil.dev/foil/internal/format/segment"
@@ -47,6 +49,9 @@ type Options struct {
 	// taken from another root.
 	Store string
 	Take  bool
+	// TakeWait is how long it waits after it has taken a bucket, so that a server that runs all the same has noticed and ended. 0 means
+	// DefaultTakeWait.
+	TakeWait time.Duration
 	// Incomplete puts a catalog in place that may lack something: objects of the journal are damaged, or
 	// it was never written to its end.
 	Incomplete bool
@@ -56,9 +61,12 @@ type Options struct {
 	At func(point string)
 }
 
+// DefaultTakeWait is longer than a server takes to notice, and to end.
+const DefaultTakeWait = 90 * time.Second
+
 // Progress is how far a rebuild is.
 type Progress struct {
-	Phase string // "journal", "packs", "layers"
+	Phase string // "waiting" for a server to end, "journal", "packs", "layers"
 	Done  int64  // objects, or layers
 	Total int64  // 0: not known
 }
@@ -125,7 +133,7 @@ func Run(ctx context.Context, o Options) (*Report, error) {
 
 func (r *rebuilder) run(ctx context.Context) (err error) {
 	if r.o.Store != "" || r.o.Take {
-		r.store, err = rootdir.Attach(ctx, r.o.Root, r.o.Store, r.o.Take, nil)
+		r.store, err = r.attach(ctx)
 	} else {
 		r.store, err = rootdir.OpenStore(ctx, r.o.Root)
 	}
@@ -154,6 +162,16 @@ func (r *rebuilder) run(ctx context.Context) (err error) {
 	}
 	r.o.At("made")
 	return r.swap(beside)
+}
+
+// attach opens the bucket.
+func (r *rebuilder) attach(ctx context.Context) (objects.Store, error) {
+	bucket, err := rootdir.Attach(ctx, r.o.Root, r.o.Store, r.o.Take, nil)
+	if err != nil || !bucket.Taken {
+		return bucket, err
+	}
+	r.o.Progress(Progress{"waiting", 0, 0})
+	return bucket, backoff.Wait(ctx, cmp.Or(r.o.TakeWait, DefaultTakeWait))
 }
 
 // fill makes what is in the new catalog.

@@ -84,7 +84,9 @@ func InBucket(root string) (at string, is bool, err error) {
 // Attached is a root's bucket.
 type Attached struct {
 	*s3.Bucket
-	id string
+	// Taken says that it was another root's until now.
+	Taken bool
+	id    string
 }
 
 // Attach opens the bucket of a root. at is its location; empty: the one that was recorded. A root that has none yet takes the bucket,
@@ -116,7 +118,7 @@ func Attach(ctx context.Context, root, at string, take bool, m *s3.Metrics) (*At
 	if err != nil {
 		return nil, err
 	}
-	a := &Attached{bucket, r.ID}
+	a := &Attached{Bucket: bucket, id: r.ID}
 	others, own, err := a.claims(ctx)
 	if err != nil {
 		return nil, err
@@ -139,7 +141,7 @@ func Attach(ctx context.Context, root, at string, take bool, m *s3.Metrics) (*At
 	if err := a.take(ctx, root, others, take); err != nil {
 		return nil, err
 	}
-	r.Claimed = true
+	r.Claimed, a.Taken = true, len(others) > 0
 	return a, r.write(root)
 }
 

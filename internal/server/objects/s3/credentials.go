@@ -78,13 +78,13 @@ type fileCredentials struct {
 	seen time.Time // guarded by mu: the file's time of change when it was read
 }
 
-// Retrieve implements credentials.Provider.
-func (p *fileCredentials) Retrieve() (credentials.Value, error) {
+// RetrieveWithCredContext implements credentials.Provider.
+func (p *fileCredentials) RetrieveWithCredContext(cc *credentials.CredContext) (credentials.Value, error) {
 	info, err := os.Stat(p.file)
 	if err != nil {
 		return credentials.Value{}, fmt.Errorf("credentials: %w", err)
 	}
-	v, err := (&credentials.FileAWSCredentials{Filename: p.file, Profile: p.profile}).Retrieve()
+	v, err := (&credentials.FileAWSCredentials{Filename: p.file, Profile: p.profile}).RetrieveWithCredContext(cc)
 	if err == nil && (v.AccessKeyID == "" || v.SecretAccessKey == "") {
 		err = errors.New("it lacks aws_access_key_id or aws_secret_access_key")
 	}
@@ -97,9 +97,9 @@ func (p *fileCredentials) Retrieve() (credentials.Value, error) {
 	return v, nil
 }
 
-// RetrieveWithCredContext implements credentials.Provider.
-func (p *fileCredentials) RetrieveWithCredContext(*credentials.CredContext) (credentials.Value, error) {
-	return p.Retrieve()
+// Retrieve implements credentials.Provider.
+func (p *fileCredentials) Retrieve() (credentials.Value, error) {
+	return p.RetrieveWithCredContext(nil)
 }
 
 // IsExpired implements credentials.Provider. A file that is being replaced is read when it is there again.
