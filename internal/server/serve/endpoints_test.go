@@ -85,6 +85,7 @@ func TestEndpointTable(t *testing.T) {
 		line{method: "GET", path: "/v2/_catalog", right: "to be known; lists what one may pull", user: "pull", fixed: call{method: "GET", path: "/v2/_catalog"}, server: g},
 		line{method: "GET", path: login.TokenPath, right: "none", user: "none", fixed: call{method: "GET", path: login.TokenPath + "?service=foil"}, server: g},
 		line{method: "GET", path: "/healthz", right: "none", user: "none", fixed: call{method: "GET", path: "/healthz"}, server: g, open: true},
+		line{method: "GET", path: "/readyz", right: "none", user: "none", fixed: call{method: "GET", path: "/readyz"}, server: g, open: true},
 		line{method: "POST", path: upstream.WebhookPath, right: access.Push.String(), user: "pusher", server: &front,
 			prepare: func(_ *guarded, repo string, _ credential) call {
 				return call{"POST", upstream.WebhookPath, "application/json", fmt.Appendf(nil,
