@@ -287,7 +287,7 @@ var web = kind{
 
 var (
 	wrkRate    = regexp.MustCompile(`Requests/sec:\s+([0-9.]+)`)
-	wrkP99     = regexp.MustCompile(`99%\s+(\S+)`)
+	wrkP99     = regexp.MustCompile(`(?m)^\s+99%\s+(\S+)`) // not the share of who is within the standard deviation, above it
 	wrkLatency = regexp.MustCompile(`Latency\s+(\S+)\s+\S+\s+(\S+)`)
 )
 

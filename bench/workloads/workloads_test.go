@@ -26,7 +26,7 @@ func TestParse(t *testing.T) {
 		{name: "pgbench, nothing", parse: parsePgbench, said: "", fails: true},
 		{name: "wrk", parse: parseWrk, said: `Running 1s test @ http://127.0.0.1:80/
   Thread Stats   Avg      Stdev     Max   +/- Stdev
-    Latency   350.00us  400.00us   9.50ms   92.00%
+    Latency   350.00us  400.00us   9.50ms   94.99%
     Req/Sec    25.00k     1.20k   27.00k    70.00%
   Latency Distribution
      50%  280.00us
