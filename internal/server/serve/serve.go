@@ -95,6 +95,8 @@ type Options struct {
 	StartupMax startup.Limit
 	// ScrubRate has the server read what rests, over and over, at so many bytes a second, and mend it (package scrub); 0: it does not.
 	ScrubRate scrub.Rate
+	// ScrubEvery is the least time from the beginning of one such pass to that of the next; 0: a day.
+	ScrubEvery time.Duration
 	// Upstream makes the server an accelerator, if it has a URL. What is to be
 	// set besides: Auth, CA, TagTTL, TagTimeout, ClientCredentials, RightsTTL.
 	Upstream upstream.Options
