@@ -208,6 +208,7 @@ type parts struct {
 	store    objects.Store         // here, with blobs that can be restored, or the accelerator's view of it
 	front    *upstream.Accelerator // nil: this is no accelerator
 	encoders *encoder.Set
+	tables   *dedup.Tables // of packs
 	blobs    *restore.Blobs
 	ingester *ingest.Ingester
 	bundle   *bundles.Handler
@@ -287,7 +288,9 @@ func (s *Server) openStores(ctx context.Context, p *parts) error {
 	p.here, p.store, p.catalog = dir, dir, p.local
 	p.encoders = &encoder.Set{Programs: programs.Program}
 	s.closers = append(s.closers, p.encoders.Close)
-	p.blobs = &restore.Blobs{Store: &dedup.Store{Objects: dir, Catalog: p.local}, Encoders: p.encoders, Metrics: restore.NewMetrics(), Readers: p.readers}
+	p.tables = dedup.NewTables(dedup.TableMemory)
+	s.closers = append(s.closers, p.tables.Close)
+	p.blobs = &restore.Blobs{Store: &dedup.Store{Objects: dir, Catalog: p.local, Tables: p.tables}, Encoders: p.encoders, Metrics: restore.NewMetrics(), Readers: p.readers}
 	if s.opts.Upstream.URL == "" {
 		front := restore.NewStore(p.blobs, toldHealed(s.log))
 		s.closers = append(s.closers, front.Close)
@@ -324,7 +327,7 @@ func (s *Server) openWebhooks(ctx context.Context, p *parts) (err error) {
 
 // openServices makes what works on the stores.
 func (s *Server) openServices(p *parts) (err error) {
-	p.ingester = &ingest.Ingester{Objects: p.store, Catalog: p.catalog, Metrics: ingest.NewMetrics(), Readers: p.readers, Room: p.space.full}
+	p.ingester = &ingest.Ingester{Objects: p.store, Catalog: p.catalog, Tables: p.tables, Metrics: ingest.NewMetrics(), Readers: p.readers, Room: p.space.full}
 	if p.front != nil {
 		p.ingester.Options.Parallel = upstream.Parallel
 	}
@@ -335,6 +338,7 @@ func (s *Server) openServices(p *parts) (err error) {
 		Heavy:      heavy,
 		Catalog:    p.catalog,
 		Objects:    p.store,
+		Tables:     p.tables,
 		Rootfs:     fetched(p.front, rootfsOf(p.ingester.Rootfs, p.catalog, p.store, s.log)),
 		Repair:     fetched(p.front, rootfsOf(repair(p.ingester, p.store, p.blobs), p.catalog, p.store, s.log)),
 		Recipe:     recipeOf(p.ingester),
