@@ -85,8 +85,8 @@ func printRebuild(w io.Writer, r *rebuild.Report, placed bool) error {
 		return nil
 	}
 	c := r.Catalog
-	fmt.Fprintf(w, "rebuilt in %v from %d objects of the journal: %d repositories, %d manifests, %d tags, %d links to blobs; %d packs with %d segments; %d layers, %d rootfs\n",
-		r.Took.Round(time.Millisecond), r.Journal.Objects, c.Repositories, c.Manifests, c.Tags, c.Blobs, c.Packs, c.Segments, c.Layers, c.Rootfs)
+	fmt.Fprintf(w, "rebuilt in %v from %d objects of the journal: %d repositories, %d manifests, %d tags, %d links to blobs; %d packs with %d hooks; %d layers, %d rootfs\n",
+		r.Took.Round(time.Millisecond), r.Journal.Objects, c.Repositories, c.Manifests, c.Tags, c.Blobs, c.Packs, c.Hooks, c.Layers, c.Rootfs)
 	if r.Dropped > 0 {
 		fmt.Fprintf(w, "%d layers and rootfs are not whole: they are ingested again when they are pulled\n", r.Dropped)
 	}

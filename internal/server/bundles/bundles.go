@@ -45,6 +45,7 @@ import (
 	"hydrofoil.dev/foil/internal/server/access"
 	"hydrofoil.dev/foil/internal/server/cache"
 	"hydrofoil.dev/foil/internal/server/catalog"
+	"hydrofoil.dev/foil/internal/server/dedup"
 	"hydrofoil.dev/foil/internal/server/guard"
 	"hydrofoil.dev/foil/internal/server/limit"
 	"hydrofoil.dev/foil/internal/server/objects"
@@ -60,6 +61,7 @@ import (
 type Options struct {
 	Catalog catalog.Catalog
 	Objects objects.Store
+	Tables  *dedup.Tables // of packs; nil: the Handler keeps its own
 	// Rootfs returns the rootfs of an image, made now if it is not there. A
 	// bundle.Error that it returns is what the worker is told.
 	Rootfs func(context.Context, *Resolved) (catalog.Rootfs, error)
@@ -107,6 +109,7 @@ type Handler struct {
 	streams streams
 	indices *cache.Cache[*planner.Index] // by digest of the encoded TOC
 	orders  *cache.Cache[planner.Order]  // by digests of config and encoded TOC
+	packs   *dedup.Store
 	frames  source
 	sets    *startup.Sets
 	turns   *turns.Turns
@@ -144,6 +147,7 @@ func New(o Options) *Handler {
 	h := &Handler{
 		o: o, log: o.Log, mux: http.NewServeMux(), suspects: map[digest.Digest]bool{},
 		indices: cache.New(o.Memory*5/8, (*planner.Index).Memory),
+		packs:   &dedup.Store{Objects: o.Objects, Catalog: o.Catalog, Tables: o.Tables},
 		frames:  source{o.Objects, cache.New(o.Memory/8, func(b []byte) int64 { return int64(cap(b)) + 1024 }), make(chan struct{}, runtime.GOMAXPROCS(0))},
 		orders:  cache.New(o.Memory/8, func(x planner.Order) int64 { return int64(4*len(x)) + 1024 }),
 		results: metrics.Counters(prometheus.CounterOpts{Name: "foil_serve_bundles_total",
@@ -519,7 +523,7 @@ func (p *pull) header(ctx context.Context) (r catalog.Rootfs, encoded []byte, er
 func (p *pull) index(ctx context.Context, r catalog.Rootfs, encoded []byte) (x *planner.Index, err error) {
 	m := p.image
 	p.meanwhile(func() {
-		x, err = p.h.index(ctx, r, encoded)
+		x, err = p.h.index(ctx, r, m.blobs(), encoded)
 		if err == nil || !isDamage(err) || ctx.Err() != nil || p.h.o.Repair == nil {
 			return
 		}
@@ -561,7 +565,7 @@ func (p *pull) have(ctx context.Context, d *planner.Difference, wanted *planner.
 		if err != nil {
 			return nil, fmt.Errorf("find rootfs %s: %w", have.ChainID, err)
 		}
-		x, err := p.h.index(ctx, r, nil)
+		x, err := p.h.index(ctx, r, nil, nil)
 		if err != nil {
 			if ctx.Err() != nil {
 				return nil, err

@@ -127,7 +127,7 @@ func (s *server) image(t testing.TB, repo, tag string, files plannertest.Files, 
 	ctx := context.Background()
 	diffID := digest.FromString(fmt.Sprint(tag, len(files)))
 	x, _ := s.Rootfs(t, diffID, files)
-	layer := digest.FromString("layer of " + string(diffID))
+	layer := plannertest.LayerOf(diffID)
 	blob := func(d digest.Digest, b []byte) {
 		s.Put(t, catalog.BlobKey(d), b)
 		if err := s.Catalog.LinkBlob(ctx, repo, catalog.Blob{Digest: d, Size: int64(len(b))}); err != nil {
@@ -804,7 +804,7 @@ func TestDamagedPick(t *testing.T) {
 	i, _ := old.Lookup("/usr/share/f7")
 	n := old.Contents[old.Inodes[i].Content].First
 	present[n/8] &^= 1 << (n % 8)
-	place, err := s.Catalog.Locate(context.Background(), []segment.ID{old.Segments[n].ID})
+	place, err := s.Places.Locate(context.Background(), []segment.ID{old.Segments[n].ID})
 	if err != nil {
 		t.Fatal(err)
 	}

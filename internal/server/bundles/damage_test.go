@@ -49,7 +49,7 @@ func TestDamagedPartClaimed(t *testing.T) {
 	if p := s.pull(t, req, nil); p.err != nil || p.segments[id] == nil || s.repairs.Load() != 0 {
 		t.Errorf("of a frame that is right: %d segments, %v, %d repairs", len(p.segments), p.err, s.repairs.Load())
 	}
-	place, err := s.Catalog.Locate(context.Background(), []segment.ID{id})
+	place, err := s.Places.Locate(context.Background(), []segment.ID{id})
 	if err != nil {
 		t.Fatal(err)
 	}

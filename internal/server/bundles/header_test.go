@@ -14,6 +14,7 @@ import (
 
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/format/segment"
+	"hydrofoil.dev/foil/internal/server/catalog"
 	"hydrofoil.dev/foil/internal/server/objects"
 	"hydrofoil.dev/foil/internal/server/objects/objectstest"
 	"hydrofoil.dev/foil/internal/server/planner/plannertest"
@@ -37,7 +38,11 @@ func TestRepairedAfterHeader(t *testing.T) {
 			_, x := s.image(t, "r", "1", version(1), ocispec.ImageConfig{})
 			i, _ := x.Lookup("/usr/share/f7")
 			lost := x.Segments[x.Contents[x.Inodes[i].Content].First].ID
-			if err := s.Catalog.Forget(context.Background(), []segment.ID{lost}); err != nil {
+			place, err := s.Places.Locate(context.Background(), []segment.ID{lost})
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := s.Catalog.Forget(context.Background(), []catalog.Resting{{Pack: place[0].Frame.Pack, ID: lost}}); err != nil {
 				t.Fatal(err)
 			}
 			s.repair = func() { test.repair(t, s, digest.FromString(fmt.Sprint("1", len(version(1))))) }

@@ -242,7 +242,7 @@ func (a *layerAnswer) contents(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	store := &dedup.Store{Objects: a.h.o.Objects, Catalog: a.h.o.Catalog}
+	store := a.h.packs
 	runs := a.req.Contents
 	pieces, err := restore.Open(ctx, store, row, func(n int64) bool {
 		for len(runs) > 0 && runs[0].First+runs[0].Count <= n {

@@ -87,7 +87,7 @@ func (h *Handler) load(ctx context.Context, m *Resolved, rootfs func(context.Con
 	if encoded, err = h.encodedTOC(ctx, r); err != nil {
 		return r, nil, nil, err
 	}
-	x, err = h.index(ctx, r, encoded)
+	x, err = h.index(ctx, r, m.blobs(), encoded)
 	return r, encoded, x, err
 }
 

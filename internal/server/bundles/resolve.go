@@ -39,6 +39,15 @@ type Layer struct {
 	Size      int64
 }
 
+// blobs returns those of the layers.
+func (r *Resolved) blobs() []digest.Digest {
+	list := make([]digest.Digest, len(r.Layers))
+	for i := range r.Layers {
+		list[i] = r.Layers[i].Digest
+	}
+	return list
+}
+
 func ref(repository, reference string) string {
 	if digest.Digest(reference).Validate() == nil {
 		return repository + "@" + reference

@@ -7,6 +7,8 @@ import (
 	"log/slog"
 	"strings"
 
+	"github.com/opencontainers/go-digest"
+
 	"hydrofoil.dev/foil/internal/format/bundle"
 	"hydrofoil.dev/foil/internal/format/toc"
 	"hydrofoil.dev/foil/internal/server/catalog"
@@ -48,11 +50,11 @@ func (h *Handler) encodedTOC(ctx context.Context, r catalog.Rootfs) ([]byte, err
 	return b, nil
 }
 
-// index returns the index of a rootfs; encoded is its TOC, or nil if the caller
-// does not have it.
-func (h *Handler) index(ctx context.Context, r catalog.Rootfs, encoded []byte) (*planner.Index, error) {
+// index returns the index of a rootfs. layers are the blobs that it was flattened from, and encoded is its TOC; or nil if the
+// caller does not have them.
+func (h *Handler) index(ctx context.Context, r catalog.Rootfs, layers []digest.Digest, encoded []byte) (*planner.Index, error) {
 	for {
-		x, err := h.cachedIndex(ctx, r, encoded)
+		x, err := h.cachedIndex(ctx, r, layers, encoded)
 		if err != nil {
 			return nil, err
 		}
@@ -68,7 +70,7 @@ func (h *Handler) index(ctx context.Context, r catalog.Rootfs, encoded []byte) (
 	}
 }
 
-func (h *Handler) cachedIndex(ctx context.Context, r catalog.Rootfs, encoded []byte) (*planner.Index, error) {
+func (h *Handler) cachedIndex(ctx context.Context, r catalog.Rootfs, layers []digest.Digest, encoded []byte) (*planner.Index, error) {
 	return h.indices.Get(ctx, string(r.TOC), func(ctx context.Context) (*planner.Index, error) {
 		b := encoded
 		if b == nil {
@@ -81,7 +83,7 @@ func (h *Handler) cachedIndex(ctx context.Context, r catalog.Rootfs, encoded []b
 		if err != nil {
 			return nil, fmt.Errorf("read TOC of %s: %w: %w", r.ChainID, errDamaged, err)
 		}
-		return h.loadIndex(ctx, r, t)
+		return h.loadIndex(ctx, r, layers, t)
 	})
 }
 
@@ -89,7 +91,7 @@ func (h *Handler) cachedIndex(ctx context.Context, r catalog.Rootfs, encoded []b
 var errOutdated = errors.New("some of its packs are gone")
 
 // loadIndex reads the index object, or builds it anew and keeps it.
-func (h *Handler) loadIndex(ctx context.Context, r catalog.Rootfs, t *toc.TOC) (*planner.Index, error) {
+func (h *Handler) loadIndex(ctx context.Context, r catalog.Rootfs, layers []digest.Digest, t *toc.TOC) (*planner.Index, error) {
 	if r.Index != "" {
 		b, err := objects.Read(ctx, h.o.Objects, r.Index, 1<<30)
 		if err == nil {
@@ -110,7 +112,12 @@ func (h *Handler) loadIndex(ctx context.Context, r catalog.Rootfs, t *toc.TOC) (
 		}
 		h.log.Log(ctx, level, "frame index is rebuilt", "chain_id", r.ChainID, "error", err)
 	}
-	x, err := planner.Build(ctx, t, r.TOC, h.o.Catalog)
+	// Of what the catalog knows to be an image of the rootfs the layers need not be told.
+	places, err := h.packs.Places(ctx, layers, r.ChainID)
+	if err != nil {
+		return nil, err
+	}
+	x, err := planner.Build(ctx, t, r.TOC, places)
 	if err != nil {
 		return nil, err
 	}

@@ -118,7 +118,7 @@ func (h *Handler) loadTOC(ctx context.Context, chainID digest.Digest) (*toc.TOC,
 	if err != nil {
 		return nil, nil, fmt.Errorf("read TOC of %s: %w: %w", r.ChainID, errDamaged, err)
 	}
-	x, err := h.index(ctx, r, encoded)
+	x, err := h.index(ctx, r, nil, encoded)
 	return t, x, err
 }
 

@@ -115,18 +115,17 @@ type Referrer struct {
 // Dedup is the deduplicating store's part: packs, frames, segments, and what
 // has been ingested from them.
 type Dedup interface {
-	// AddPack records a pack that is durable in the object store, and its
-	// frames; their Pack field need not be set. A segment that another pack
-	// holds already keeps its first place. Adding a pack again does nothing.
+	// AddPack records a pack that is durable in the object store, and hooks of its segments, by which
+	// Keep.Find finds it. Its frames are not recorded: the pack has a table of them (package dedup).
+	// Adding a pack again does nothing. Layers that need a segment of it that was damaged elsewhere need
+	// this pack too.
 	AddPack(ctx context.Context, p Pack) error
-	// Locate returns where segments rest, in the order of ids. A segment that
-	// is not stored has a nil Frame. Built for calls with 100,000 ids.
-	Locate(ctx context.Context, ids []segment.ID) ([]Location, error)
-
-	// Forget removes segments from what Locate finds, because their bytes turned
-	// out to be lost or damaged; those that are not there are passed over. The
-	// next pack that holds one becomes its place.
-	Forget(ctx context.Context, ids []segment.ID) error
+	// PacksOf returns the packs that layers need, and those that the layers of images of a rootfs do, of a chain ID
+	// that may be empty.
+	PacksOf(ctx context.Context, layers []digest.Digest, rootfs digest.Digest) (Packs, error)
+	// Forget records segments whose bytes in a pack turned out to be lost or damaged: nobody looks for them there any
+	// more. Those of packs that are not known are passed over.
+	Forget(ctx context.Context, damaged []Resting) error
 
 	// PutLayer records that the layer blob has been ingested, or refused.
 	// Called after every pack it needs has been added. packs are all that its segments are in, kept (Keep) until it
@@ -163,6 +162,19 @@ type Pack struct {
 	Frames []Frame
 }
 
+// Packs are packs in which segments may rest.
+type Packs struct {
+	Keys []string // in the order in which they were recorded
+	// Damaged are segments that these packs do not have, whatever their tables say.
+	Damaged map[Resting]bool
+}
+
+// Resting is a segment in a pack, by the pack's key.
+type Resting struct {
+	Pack string
+	ID   segment.ID
+}
+
 // Frame is one frame in a pack.
 type Frame struct {
 	Pack      string // object key
@@ -176,6 +188,11 @@ type Frame struct {
 type FrameSegment struct {
 	ID     segment.ID
 	Length uint32
+}
+
+// A Locator says where segments rest, in the order of ids. One that does not has a nil Frame.
+type Locator interface {
+	Locate(ctx context.Context, ids []segment.ID) ([]Location, error)
 }
 
 // Location is the place of one segment.

@@ -88,10 +88,14 @@ type Garbage interface {
 	// PutDead records a review. It counts only if no layer began to use the pack since.
 	PutDead(ctx context.Context, p PackUse, dead int64) error
 	// ReplacePacks forgets packs; by, if there is one, holds what of them is needed. Errors: ErrInUse when a layer began to
-	// use one of them since, or is being ingested; then nothing has changed.
+	// use one of them since, or is being ingested; then nothing has changed. The Frames of packs are set.
 	ReplacePacks(ctx context.Context, packs []PackUse, by *Pack) error
 	// Postpone has packs reviewed later.
 	Postpone(ctx context.Context, packs []PackUse, until time.Time) error
+
+	// Tidy does some of what keeps the catalog small: it makes hooks of what an older catalog knows of each segment, and
+	// thins them out when they are many. It reports whether there is more to do.
+	Tidy(ctx context.Context) (more bool, err error)
 
 	// Doomed returns objects that were forgotten before a time, the oldest first; Gone forgets their names.
 	Doomed(ctx context.Context, before time.Time, limit int) ([]string, error)
@@ -134,9 +138,10 @@ type PackUse struct {
 	Used   int64 // counts layers that began to use it
 	Event  int64 // of the review
 	Layers []digest.Digest
+	// Damaged are segments that it does not have, whatever its table says.
+	Damaged map[segment.ID]bool
+	// Frames are what its table says. The catalog does not know them: who replaces the pack sets them.
 	Frames []Frame
-	// Here has the segments whose place the pack is; others rest elsewhere too.
-	Here map[segment.ID]bool
 }
 
 // GarbageStats is what waits to be collected.
@@ -165,8 +170,10 @@ type QueueStats struct {
 // Keep keeps packs while a layer is ingested that relies on their segments: no pack that it has seen is collected, or
 // replaced by another one, until Release.
 type Keep interface {
-	// Locate is Dedup.Locate, and keeps the packs of what it finds.
-	Locate(ctx context.Context, ids []segment.ID) ([]Location, error)
+	// Find returns packs in which segments may rest, and keeps them. While a catalog is small all are found; of a large
+	// one hooks are, a sample of the segments of each pack: what lies together was stored together, and who has found some
+	// of it looks for the rest in the same packs. A pack may be found that has none of them.
+	Find(ctx context.Context, ids []segment.ID) (Packs, error)
 	// Hold keeps a pack that the catalog is about to be told of.
 	Hold(pack string)
 	// Packs are those that are kept; not nil.

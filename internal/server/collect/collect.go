@@ -51,6 +51,7 @@ type Options struct {
 	Garbage catalog.Garbage // required
 	Catalog catalog.Dedup   // required
 	Objects objects.Store   // required
+	Tables  *dedup.Tables   // of packs; nil: the Collector keeps its own
 	// RemoveBlob removes the object of a blob, unless a repository has it. Required.
 	RemoveBlob func(ctx context.Context, d digest.Digest) error
 	Readers    *readers.Readers
@@ -148,7 +149,7 @@ func New(o Options) *Collector {
 	if o.At == nil {
 		o.At = func(string) {}
 	}
-	c := &Collector{o: o, store: &dedup.Store{Objects: o.Objects, Catalog: o.Catalog},
+	c := &Collector{o: o, store: &dedup.Store{Objects: o.Objects, Catalog: o.Catalog, Tables: o.Tables},
 		limiter: rate.NewLimiter(rate.Limit(o.Rate), max(o.Rate, 4<<20)), turn: make(chan struct{}, 1)}
 	ctx, stop := context.WithCancel(context.Background())
 	c.stop = stop
@@ -259,7 +260,7 @@ func (c *Collector) pass(ctx context.Context, m Mode) (r Report, err error) {
 		errs = append(errs, c.o.Begin())
 	}
 	for _, step := range []func(context.Context, Mode, *Report) error{
-		c.index, c.purge, c.links, c.layers, c.trees, c.packs,
+		c.index, c.tidy, c.purge, c.links, c.layers, c.trees, c.packs,
 		func(ctx context.Context, _ Mode, r *Report) error { return c.removeDoomed(ctx, r) },
 		func(ctx context.Context, _ Mode, r *Report) error { return c.shrink(ctx, r) },
 	} {

@@ -16,6 +16,7 @@ import (
 	"hydrofoil.dev/foil/internal/format/oci"
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/server/catalog"
+	"hydrofoil.dev/foil/internal/server/dedup"
 	"hydrofoil.dev/foil/internal/server/objects"
 )
 
@@ -56,6 +57,16 @@ func (c *Collector) index(ctx context.Context, _ Mode, _ *Report) error {
 			if err := c.pack(ctx, l); err != nil {
 				return err
 			}
+		}
+	}
+}
+
+// tidy keeps the catalog small.
+func (c *Collector) tidy(ctx context.Context, _ Mode, _ *Report) error {
+	for {
+		more, err := c.o.Garbage.Tidy(ctx)
+		if err != nil || !more {
+			return err
 		}
 	}
 }
@@ -105,9 +116,10 @@ var errUnreadable = errors.New("its entry list cannot be read")
 func (c *Collector) pack(ctx context.Context, l catalog.Layer) error {
 	keep := c.o.Catalog.Keep()
 	defer keep.Release()
+	finder := c.store.NewFinder(keep)
 	var ids []segment.ID
 	flush := func() error {
-		_, err := keep.Locate(ctx, ids)
+		_, err := finder.Locate(ctx, ids)
 		ids = ids[:0]
 		return err
 	}
@@ -228,16 +240,23 @@ type needs struct {
 	unknown []bool                // by pack: the list of a layer cannot be read
 }
 
-// mark reads the entry lists of all layers that may need something of the packs, each once.
+// mark reads the tables of packs, and the entry lists of all layers that may need something of them, each once. What
+// two packs have is live in both, if the layer may need both.
 func (c *Collector) mark(ctx context.Context, packs []catalog.PackUse) (needs, error) {
 	n := needs{make([]map[segment.ID]bool, len(packs)), make([]int64, len(packs)), make([]bool, len(packs))}
-	at := make(map[segment.ID]int)
+	tables := make([]*dedup.Table, len(packs))
 	layers := make(map[digest.Digest][]int) // the packs that they may need
 	for i, p := range packs {
-		n.live[i] = make(map[segment.ID]bool)
-		for id := range p.Here {
-			at[id] = i
+		t, err := c.store.Table(ctx, p.Key)
+		if err != nil && (ctx.Err() != nil || !dedup.Damage(err)) {
+			return n, err
 		}
+		if n.live[i] = make(map[segment.ID]bool); err != nil {
+			c.o.Log.Error("a pack is not collected whose table is damaged: a scrub mends it", "pack", p.Key, "error", err)
+			n.unknown[i] = true
+			continue
+		}
+		tables[i], packs[i].Frames = t, t.Frames
 		for _, d := range p.Layers {
 			layers[d] = append(layers[d], i)
 		}
@@ -249,8 +268,10 @@ func (c *Collector) mark(ctx context.Context, packs []catalog.PackUse) (needs, e
 		}
 		if err == nil {
 			err = c.each(ctx, l, func(id segment.ID) error {
-				if i, ok := at[id]; ok {
-					n.live[i][id] = true
+				for _, i := range of {
+					if _, ok := tables[i].Find(id); ok && !packs[i].Damaged[id] {
+						n.live[i][id] = true
+					}
 				}
 				return nil
 			})
@@ -266,8 +287,8 @@ func (c *Collector) mark(ctx context.Context, packs []catalog.PackUse) (needs, e
 			return n, err
 		}
 	}
-	for i, p := range packs {
-		for _, f := range p.Frames {
+	for i := range packs {
+		for _, f := range packs[i].Frames {
 			raw := int64(0)
 			for _, s := range f.Segments {
 				if !n.live[i][s.ID] {

@@ -8,11 +8,12 @@ import (
 	"hydrofoil.dev/foil/internal/server/catalog"
 )
 
-// Compact writes a pack with those segments of others that are live, durable when it returns; the catalog is not told.
+// Compact writes a pack with those segments of others that are live, each once, durable when it returns; the catalog is not told.
 // Frames that are live as a whole are copied as they are. Of the others live segments are compared with their IDs. wait is
 // called before bytes are read or written. Errors: segment.ErrCorrupt; those of the object store.
 func (s *Store) Compact(ctx context.Context, packs []catalog.PackUse, live func(pack int, id segment.ID) bool, wait func(ctx context.Context, bytes int) error) (catalog.Pack, error) {
 	c := compaction{ctx: ctx, store: s, wait: wait}
+	copied := make(map[segment.ID]bool) // from the packs before
 	defer func() {
 		if c.out.w != nil {
 			c.out.w.Close()
@@ -20,8 +21,14 @@ func (s *Store) Compact(ctx context.Context, packs []catalog.PackUse, live func(
 	}()
 	for i, p := range packs {
 		for n := range p.Frames {
-			if err := c.frame(&p.Frames[n], func(id segment.ID) bool { return live(i, id) }); err != nil {
+			f := &p.Frames[n]
+			if err := c.frame(f, func(id segment.ID) bool { return live(i, id) && !copied[id] }); err != nil {
 				return catalog.Pack{}, fmt.Errorf("compact pack %s: %w", p.Key, err)
+			}
+			for _, s := range f.Segments {
+				if live(i, s.ID) {
+					copied[s.ID] = true
+				}
 			}
 		}
 	}

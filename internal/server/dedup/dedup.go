@@ -3,8 +3,8 @@
 //
 // # Packs
 //
-// A pack is one immutable object under packs/, and says itself what it holds,
-// so that the catalog can be rebuilt from the packs alone:
+// A pack is one immutable object under packs/, and says itself what it holds:
+// no catalog has that, and the catalog can be rebuilt from the packs alone:
 //
 //	magic    8 bytes: "hfpack\x00\x01"
 //	frames   one after the other, each as package segment codes it
@@ -22,6 +22,15 @@
 // A pack's key is random: packs are never overwritten, and who writes one need
 // not know what it will hold.
 //
+// # Where a segment is
+//
+// The catalog says which packs a layer needs, their tables say the rest (Places). So who
+// reads a layer or a rootfs asks the catalog once. Who stores segments asks it by
+// their hooks for packs that may have them (Finder), and looks at the tables of these. Two layers
+// that are stored at once may both store a segment, and each needs its own pack then. When a large store has thinned its hooks
+// out, a short run of duplicates may be missed, and is stored again. Both cost room, and nothing else; what
+// is compacted together has it once.
+//
 // # Life of a pack
 //
 // A Writer commits packs to the object store as they fill, and tells the catalog
@@ -38,6 +47,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"sync"
 
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/server/catalog"
@@ -56,10 +66,14 @@ const (
 // ErrBadPack is returned, wrapped, for an object that is no pack or is damaged.
 var ErrBadPack = errors.New("damaged pack")
 
-// Store reads and writes segments.
+// Store reads and writes segments. It is used by pointer.
 type Store struct {
 	Objects objects.Store
 	Catalog catalog.Dedup
+	// Tables keeps tables of packs; nil: the Store keeps its own.
+	Tables *Tables
+
+	once sync.Once
 }
 
 // appendTable adds one frame to a table.

@@ -86,22 +86,36 @@ func wantStored(t testing.TB, s *Store, ids []segment.ID) {
 func verify(t interface {
 	Helper()
 	Fatal(args ...any)
-}, s *Store, ids []segment.ID) []segment.ID {
+}, s *Store, ids []segment.ID) (bad []segment.ID) {
 	t.Helper()
-	bad, err := s.Verify(context.Background(), ids)
+	keep := s.Catalog.Keep()
+	defer keep.Release()
+	found, err := s.Verify(context.Background(), s.NewFinder(keep), ids)
 	if err != nil {
 		t.Fatal(err)
+	}
+	for _, b := range found {
+		bad = append(bad, b.ID)
 	}
 	return bad
 }
 
-// served returns the packs from which the catalog serves some segment.
-func served(t testing.TB, s *Store, ids []segment.ID) map[string]bool {
+// locate returns where segments are, of all packs.
+func locate(t testing.TB, s *Store, ids []segment.ID) []catalog.Location {
 	t.Helper()
-	locations, err := s.Catalog.Locate(context.Background(), ids)
+	keep := s.Catalog.Keep()
+	defer keep.Release()
+	places, err := s.NewFinder(keep).Locate(context.Background(), ids)
 	if err != nil {
 		t.Fatal(err)
 	}
+	return places
+}
+
+// served returns the packs that are found to have some segment.
+func served(t testing.TB, s *Store, ids []segment.ID) map[string]bool {
+	t.Helper()
+	locations := locate(t, s, ids)
 	packs := map[string]bool{}
 	for _, l := range locations {
 		if l.Frame != nil {
@@ -204,10 +218,7 @@ func TestNothingIsKnownBeforePublishAndNothingLeftAfterClose(t *testing.T) {
 	ids, bodies := pieces(4, lengths(3000, 3000)...)
 	w := s.NewWriter(ctx, Options{PackSize: 64 << 10})
 	add(t, w, ids, bodies)
-	locations, err := s.Catalog.Locate(context.Background(), ids)
-	if err != nil {
-		t.Fatal(err)
-	}
+	locations := locate(t, s, ids)
 	for _, l := range locations {
 		if l.Frame != nil {
 			t.Fatal("a segment is known before Publish")

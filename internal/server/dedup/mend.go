@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"slices"
 
 	"golang.org/x/sys/unix"
 
@@ -17,50 +16,34 @@ import (
 
 // Examined is what a pack was found to hold.
 type Examined struct {
-	// Sound are the frames that the catalog says segments rest in, and that were read right.
+	// Frames are all that its table has; none if that cannot be read.
+	Frames []catalog.Frame
+	// Sound are those that were read right.
 	Sound []catalog.Frame
-	// Lost are the segments that rest in this pack, and whose bytes are lost or others.
+	// Lost are the segments of the others.
 	Lost []segment.ID
-	// Wrong is the first thing that is wrong, also of what the pack says of itself: frames may be right then. nil: nothing is.
+	// Wrong is the first thing that is wrong. nil: nothing is.
 	Wrong error
 }
 
-// Live reports whether anything rests in the pack.
-func (x *Examined) Live() bool { return len(x.Sound)+len(x.Lost) > 0 }
-
-// Examine reads a pack, as the catalog knows it. Frames in which no segment has its place are passed over. Errors: those of the
-// catalog, and those of reading that may be over the next time.
+// Examine reads a pack of so many bytes. Errors: those of reading that may be over the next time.
 func (s *Store) Examine(ctx context.Context, p catalog.Pack) (x Examined, err error) {
 	fail := func(err error) (Examined, error) {
 		return Examined{}, fmt.Errorf("examine pack %s: %w", p.Key, err)
 	}
-	var ids []segment.ID
-	for _, f := range p.Frames {
-		for _, fs := range f.Segments {
-			ids = append(ids, fs.ID)
-		}
+	own, err := s.ReadPack(ctx, p.Key)
+	if err == nil && own.Size != p.Size {
+		err = fmt.Errorf("%w: it has %d bytes, and had %d", ErrBadPack, own.Size, p.Size)
 	}
-	places, err := s.Catalog.Locate(ctx, ids)
 	if err != nil {
-		return fail(err)
-	}
-	wrong := func(err error) {
-		if x.Wrong == nil {
-			x.Wrong = err
+		if ctx.Err() != nil || !Damage(err) {
+			return fail(cmp.Or(ctx.Err(), err))
 		}
+		return Examined{Wrong: err}, nil
 	}
+	x.Frames = own.Frames
 	var raw []byte
-	for _, f := range p.Frames {
-		var here []segment.ID
-		for i, at := range places[:len(f.Segments)] {
-			if at.Frame != nil && at.Frame.Pack == p.Key && at.Frame.Offset == f.Offset && at.Index == i {
-				here = append(here, f.Segments[i].ID)
-			}
-		}
-		places = places[len(f.Segments):]
-		if len(here) == 0 {
-			continue
-		}
+	for _, f := range own.Frames {
 		raw, err = s.soundFrame(ctx, p, &f, raw)
 		switch {
 		case err == nil:
@@ -68,22 +51,13 @@ func (s *Store) Examine(ctx context.Context, p catalog.Pack) (x Examined, err er
 		case ctx.Err() != nil || !Damage(err):
 			return fail(cmp.Or(ctx.Err(), err))
 		default:
-			wrong(err)
-			x.Lost = append(x.Lost, here...)
+			if x.Wrong == nil {
+				x.Wrong = err
+			}
+			for i := range f.Segments {
+				x.Lost = append(x.Lost, f.Segments[i].ID)
+			}
 		}
-	}
-	if !x.Live() {
-		return x, nil
-	}
-	own, err := s.ReadPack(ctx, p.Key)
-	switch {
-	case err == nil && !sameFrames(own.Frames, p.Frames):
-		wrong(fmt.Errorf("%w: its table is not that of its frames", ErrBadPack))
-	case err == nil:
-	case ctx.Err() != nil || !Damage(err):
-		return fail(cmp.Or(ctx.Err(), err))
-	default:
-		wrong(err)
 	}
 	return x, nil
 }
@@ -125,12 +99,6 @@ func checkFrame(f *catalog.Frame, encoded, buf []byte) ([]byte, error) {
 		rest = rest[fs.Length:]
 	}
 	return raw, nil
-}
-
-func sameFrames(a, b []catalog.Frame) bool {
-	return slices.EqualFunc(a, b, func(x, y catalog.Frame) bool {
-		return x.Offset == y.Offset && x.Length == y.Length && slices.Equal(x.Segments, y.Segments)
-	})
 }
 
 // Salvage copies frames of a pack, which Examine has found to be sound, to a new one, and returns it. The catalog is not

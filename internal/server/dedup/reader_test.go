@@ -24,10 +24,7 @@ func TestReader(t *testing.T) {
 		publish(t, s, Options{}, a, b)
 		ids, bodies = append(ids, a...), append(bodies, b...)
 	}
-	places, err := s.Catalog.Locate(ctx, ids)
-	if err != nil {
-		t.Fatal(err)
-	}
+	places := locate(t, s, ids)
 	r, random := s.NewReader(), rand.New(rand.NewPCG(1, 1))
 	recent := 0
 	for n := range 3000 {
@@ -55,10 +52,7 @@ func TestReaderReadsFramesOnce(t *testing.T) {
 	ids, bodies := pieces(1, lengths(40, 1000)...)
 	publish(t, s, Options{}, ids[:20], bodies[:20])
 	publish(t, s, Options{}, ids[20:], bodies[20:])
-	places, err := s.Catalog.Locate(ctx, ids)
-	if err != nil {
-		t.Fatal(err)
-	}
+	places := locate(t, s, ids)
 	reads := 0
 	memory.Inject(func(_ int, op objectstest.Op, key string) error {
 		if op == objectstest.OpOpen && strings.HasPrefix(key, prefix) {
@@ -84,10 +78,7 @@ func TestReaderOfDamage(t *testing.T) {
 	ctx := context.Background()
 	ids, bodies := pieces(1, 50_000, 50_000)
 	publish(t, s, Options{}, ids, bodies)
-	places, err := s.Catalog.Locate(ctx, ids)
-	if err != nil {
-		t.Fatal(err)
-	}
+	places := locate(t, s, ids)
 	key := places[0].Frame.Pack
 	b, err := s.read(ctx, key, 0, must(s.Objects.Stat(ctx, key)))
 	if err != nil {

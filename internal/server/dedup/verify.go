@@ -7,20 +7,21 @@ import (
 	"slices"
 
 	"hydrofoil.dev/foil/internal/format/segment"
+	"hydrofoil.dev/foil/internal/server/catalog"
 )
 
-// Verify reads segments and returns those that are not stored, or whose bytes
-// are lost or not what they should be. It fails only when the catalog does, or
+// Verify reads segments and returns those that rest nowhere, or whose bytes
+// are lost or not what they should be: of no pack, or of the one where at says that they are. It fails only when at does, or
 // ctx ends.
-func (s *Store) Verify(ctx context.Context, ids []segment.ID) (bad []segment.ID, err error) {
-	locations, err := s.Catalog.Locate(ctx, ids)
+func (s *Store) Verify(ctx context.Context, at catalog.Locator, ids []segment.ID) (bad []catalog.Resting, err error) {
+	locations, err := at.Locate(ctx, ids)
 	if err != nil {
 		return nil, fmt.Errorf("verify %d segments: %w", len(ids), err)
 	}
 	stored := make([]int, 0, len(ids)) // into ids, as they lie in packs
 	for i, l := range locations {
 		if l.Frame == nil {
-			bad = append(bad, ids[i])
+			bad = append(bad, catalog.Resting{ID: ids[i]})
 		} else {
 			stored = append(stored, i)
 		}
@@ -49,7 +50,7 @@ func (s *Store) Verify(ctx context.Context, ids []segment.ID) (bad []segment.ID,
 		}
 		b = b[:min(len(b), int(l.Frame.Segments[l.Index].Length))]
 		if !whole || segment.Sum(b) != ids[i] {
-			bad = append(bad, ids[i])
+			bad = append(bad, catalog.Resting{Pack: l.Frame.Pack, ID: ids[i]})
 		}
 	}
 	return bad, nil

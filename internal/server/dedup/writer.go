@@ -41,6 +41,7 @@ type Writer struct {
 	store   *Store
 	ctx     context.Context
 	opts    Options
+	found   *Finder
 	ownKeep bool
 
 	seen  map[segment.ID]struct{}
@@ -103,7 +104,7 @@ func (s *Store) NewWriter(ctx context.Context, o Options) *Writer {
 	}
 	frames := 2*o.Workers + 1
 	w := &Writer{
-		store: s, ctx: ctx, opts: o, ownKeep: own,
+		store: s, ctx: ctx, opts: o, found: s.NewFinder(o.Keep), ownKeep: own,
 		seen:    map[segment.ID]struct{}{},
 		free:    make(chan *frame, frames),
 		work:    make(chan *frame, frames),
@@ -153,7 +154,7 @@ func (w *Writer) flush() error {
 	for i, s := range w.batch {
 		ids[i] = s.ID
 	}
-	locations, err := w.opts.Keep.Locate(w.ctx, ids)
+	locations, err := w.found.Locate(w.ctx, ids)
 	if err != nil {
 		return w.stop(err)
 	}
@@ -400,29 +401,8 @@ func (w *Writer) Publish() error {
 		if err := w.store.Catalog.AddPack(w.ctx, p); err != nil {
 			return w.stop(err)
 		}
-		if err := w.keepPlaces(&p); err != nil {
-			return w.stop(err)
-		}
 	}
 	return nil
-}
-
-// keepPlaces keeps the packs where the segments of a new pack have their places: somebody else may have stored some
-// of them meanwhile.
-func (w *Writer) keepPlaces(p *catalog.Pack) error {
-	var ids []segment.ID
-	for _, f := range p.Frames {
-		for _, s := range f.Segments {
-			ids = append(ids, s.ID)
-		}
-	}
-	places, err := w.opts.Keep.Locate(w.ctx, ids)
-	for i := range places {
-		if places[i].Frame == nil {
-			return fmt.Errorf("segment %s was collected while it was stored: ingest the layer again", ids[i])
-		}
-	}
-	return err
 }
 
 // Stats says what Add was given; whole after Publish.

@@ -42,6 +42,7 @@
 // segment.Splitter, recipe.Writer and dedup.Writer), up to 128 MiB more for a zstd blob that
 // wants such a window, and grows by 60 bytes for each distinct segment of the
 // layer and by 72 for each segment of the one file at hand. The catalog's caches
+// and the tables of packs that duplicates are looked for in
 // fill up besides, to their own bounds. BenchmarkIngestMemory measures all of it
 // together. Flattening holds the entries of all layers of one image.
 package ingest
@@ -91,6 +92,7 @@ type Ingester struct {
 	Objects objects.Store
 	Catalog catalog.Dedup
 	Options Options
+	Tables  *dedup.Tables // nil: each ingest reads those of packs anew
 	// Readers are told who reads objects; nil: nobody is.
 	Readers *readers.Readers
 	// Room is asked before a layer is ingested; nil: there is room.
@@ -217,7 +219,7 @@ func (g *Ingester) slot(ctx context.Context) (release func(), err error) {
 }
 
 func (g *Ingester) store() *dedup.Store {
-	return &dedup.Store{Objects: g.Objects, Catalog: g.Catalog}
+	return &dedup.Store{Objects: g.Objects, Catalog: g.Catalog, Tables: g.Tables}
 }
 
 // ingest does steps 1 to 3 and returns the row. What it relies on is kept.

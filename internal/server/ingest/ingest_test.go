@@ -137,12 +137,24 @@ func readBack(t testing.TB, g *ingest.Ingester, r catalog.Rootfs) (*toc.TOC, map
 	return x, contents
 }
 
+// locate returns where segments are, of all packs.
+func locate(t testing.TB, g *ingest.Ingester, ids []segment.ID) []catalog.Location {
+	t.Helper()
+	keep := g.Catalog.Keep()
+	defer keep.Release()
+	places, err := (&dedup.Store{Objects: g.Objects, Catalog: g.Catalog}).NewFinder(keep).Locate(context.Background(), ids)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return places
+}
+
 // readSegment returns the bytes of a segment, which must be stored and whole.
 func readSegment(t testing.TB, g *ingest.Ingester, id segment.ID) []byte {
 	t.Helper()
-	locations, err := g.Catalog.Locate(context.Background(), []segment.ID{id})
-	if err != nil || locations[0].Frame == nil {
-		t.Fatalf("segment %s is not stored: %v", id, err)
+	locations := locate(t, g, []segment.ID{id})
+	if locations[0].Frame == nil {
+		t.Fatalf("segment %s is not stored", id)
 	}
 	l := locations[0]
 	frame, err := (&dedup.Store{Objects: g.Objects, Catalog: g.Catalog}).ReadFrame(context.Background(), l.Frame)

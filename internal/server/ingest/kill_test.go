@@ -131,24 +131,21 @@ func ingestUntilKilled(dir string, at int) error {
 	return errors.Join(err, g.Close(), c.Close())
 }
 
-// unusedPacks returns the packs that the catalog serves no segment of x from.
+// unusedPacks returns the packs that no segment of x is found in.
 func unusedPacks(t testing.TB, g *ingest.Ingester, x *toc.TOC) (unused []string) {
 	t.Helper()
 	ids := make([]segment.ID, len(x.Segments))
 	for i, s := range x.Segments {
 		ids[i] = s.ID
 	}
-	locations, err := g.Catalog.Locate(context.Background(), ids)
-	if err != nil {
-		t.Fatal(err)
-	}
+	locations := locate(t, g, ids)
 	used := map[string]bool{}
 	for _, l := range locations {
 		if l.Frame != nil {
 			used[l.Frame.Pack] = true
 		}
 	}
-	err = g.Objects.List(context.Background(), "packs/", func(key string, _ int64) error {
+	err := g.Objects.List(context.Background(), "packs/", func(key string, _ int64) error {
 		if !used[key] {
 			unused = append(unused, key)
 		}

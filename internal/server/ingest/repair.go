@@ -61,7 +61,7 @@ func (g *Ingester) repairLayer(ctx context.Context, d Descriptor, row catalog.La
 		return ctx.Err()
 	}
 	if err == nil {
-		bad, err := g.store().Verify(ctx, ids)
+		bad, err := g.verify(ctx, row, ids)
 		if err != nil || len(bad) == 0 && g.soundRecipe(ctx, row) {
 			return err
 		}
@@ -83,7 +83,7 @@ func (g *Ingester) repairLayer(ctx context.Context, d Descriptor, row catalog.La
 	if ids, err = g.listed(ctx, row); err != nil {
 		return err
 	}
-	bad, err := g.store().Verify(ctx, ids)
+	bad, err := g.verify(ctx, row, ids)
 	if err != nil || len(bad) == 0 {
 		return err
 	}
@@ -92,6 +92,16 @@ func (g *Ingester) repairLayer(ctx context.Context, d Descriptor, row catalog.La
 	}
 	_, err = g.ingestAgain(ctx, d)
 	return err
+}
+
+// verify reads segments of a layer.
+func (g *Ingester) verify(ctx context.Context, row catalog.Layer, ids []segment.ID) (bad []catalog.Resting, err error) {
+	store := g.store()
+	at, err := store.Places(ctx, []digest.Digest{row.Blob}, "")
+	if err != nil {
+		return nil, err
+	}
+	return store.Verify(ctx, at, ids)
 }
 
 func (g *Ingester) ingestAgain(ctx context.Context, d Descriptor) (catalog.Layer, error) {

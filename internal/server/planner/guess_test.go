@@ -28,7 +28,7 @@ func guess(t *testing.T, files plannertest.Files, config ocispec.ImageConfig) []
 	t.Helper()
 	w := plannertest.New(t, nil)
 	x, r := w.Rootfs(t, digest.FromString("guess"), files)
-	ix, err := planner.Build(context.Background(), x, r.TOC, w.Catalog)
+	ix, err := planner.Build(context.Background(), x, r.TOC, w.Places)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -172,7 +172,7 @@ func TestGuessLargeProgram(t *testing.T) {
 		"/bin/large":     elfFile("", "/lib", "libone.so") + rest.String(),
 		"/lib/libone.so": "library",
 	})
-	ix, err := planner.Build(context.Background(), x, r.TOC, w.Catalog)
+	ix, err := planner.Build(context.Background(), x, r.TOC, w.Places)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -210,7 +210,7 @@ func TestGuessLibraryCode(t *testing.T) {
 	x, r := w.Rootfs(t, digest.FromString("library"), plannertest.Files{
 		"/bin/program": elfFile("", "/lib", "libone.so"), "/lib/libone.so": b.String()[:end], "/etc/hosts": "here",
 	})
-	ix, err := planner.Build(context.Background(), x, r.TOC, w.Catalog)
+	ix, err := planner.Build(context.Background(), x, r.TOC, w.Places)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -379,7 +379,7 @@ func TestContents(t *testing.T) {
 	w := plannertest.New(t, nil)
 	big := strings.Repeat("0123456789abcdef", 150_000) + strings.Repeat("\x00", 300_000) + "end"
 	x, r := w.Rootfs(t, digest.FromString("contents"), plannertest.Files{"/big": big, "/small": "small"})
-	ix, err := planner.Build(context.Background(), x, r.TOC, w.Catalog)
+	ix, err := planner.Build(context.Background(), x, r.TOC, w.Places)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -5,7 +5,7 @@
 // # The index object
 //
 // An index says for every segment of one TOC where it rests. It can be rebuilt
-// from the TOC and the catalog (Build) and is kept because asking for 100,000
+// from the TOC and the packs' tables (Build) and is kept because asking for 100,000
 // places takes longer than reading them. Encoded it is the seven bytes
 // "HFINDX\n", the version (1, one byte) and these columns as package columns
 // codes them, nothing after:
@@ -78,16 +78,16 @@ var ErrMissing = errors.New("segment is not stored")
 // belongs to another TOC. Build makes a new one.
 var ErrCorrupt = errors.New("corrupt frame index")
 
-// Build asks the catalog where the segments of t rest; d is the digest of the
-// encoded TOC. Errors: ErrMissing; the catalog's.
-func Build(ctx context.Context, t *toc.TOC, d digest.Digest, dedup catalog.Dedup) (*Index, error) {
+// Build asks where the segments of t rest; d is the digest of the
+// encoded TOC. Errors: ErrMissing; the Locator's.
+func Build(ctx context.Context, t *toc.TOC, d digest.Digest, packs catalog.Locator) (*Index, error) {
 	ids := make([]segment.ID, 0, len(t.Segments))
 	for i := range t.Segments {
 		if !t.Segments[i].ID.IsHole() {
 			ids = append(ids, t.Segments[i].ID)
 		}
 	}
-	places, err := dedup.Locate(ctx, ids)
+	places, err := packs.Locate(ctx, ids)
 	if err != nil {
 		return nil, fmt.Errorf("index rootfs %s: locate segments: %w", t.ChainID, err)
 	}
@@ -101,7 +101,7 @@ func Build(ctx context.Context, t *toc.TOC, d digest.Digest, dedup catalog.Dedup
 			return nil, fmt.Errorf("index rootfs %s: segment %s: %w", t.ChainID, ids[i], ErrMissing)
 		}
 		if p.Index < 0 || p.Index >= len(p.Frame.Segments) || p.Frame.Segments[p.Index].ID != ids[i] {
-			return nil, fmt.Errorf("index rootfs %s: segment %s: the catalog says place %d of another frame", t.ChainID, ids[i], p.Index)
+			return nil, fmt.Errorf("index rootfs %s: segment %s: it is said to be number %d of another frame", t.ChainID, ids[i], p.Index)
 		}
 		if _, ok := frames[p.Frame]; !ok {
 			frames[p.Frame] = 0

@@ -27,15 +27,14 @@ import (
 
 var update = flag.Bool("update", false, "write golden files anew")
 
-// packer stands in for the catalog: it says that segments rest in frames of
+// packer stands in for packs: it says that segments rest in frames of
 // about target bytes, in the order in which they were added.
 type packer struct {
-	catalog.Dedup // panics when anything but Locate is called
-	target        uint32
-	places        map[segment.ID]catalog.Location
-	pack          string
-	offset        int64
-	open          *catalog.Frame
+	target uint32
+	places map[segment.ID]catalog.Location
+	pack   string
+	offset int64
+	open   *catalog.Frame
 }
 
 func newPacker(target uint32) *packer {

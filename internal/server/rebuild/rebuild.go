@@ -4,7 +4,7 @@
 //
 //	repositories, links, manifests, tags, deletions   the journal
 //	layers and rootfs that were ingested              the journal; those whose objects are whole
-//	packs, frames, segments                           the packs' own tables
+//	packs, and which of them a layer needs            the packs' own tables
 //	startup sets and traces                           nothing: they are learned again
 //
 // The new catalog is made beside the old one, and takes its name in one step when it is whole and durable. The old one
@@ -92,6 +92,7 @@ type Report struct {
 type rebuilder struct {
 	o      Options
 	store  objects.Store
+	dedup  *dedup.Store
 	cat    *sqlite.Catalog
 	report *Report
 	last   uint64 // version
@@ -156,6 +157,7 @@ func (r *rebuilder) run(ctx context.Context) (err error) {
 	if r.cat, err = sqlite.Open(ctx, filepath.Join(beside, filepath.Base(rootdir.CatalogFile(r.o.Root)))); err != nil {
 		return err
 	}
+	r.dedup = &dedup.Store{Objects: r.store, Catalog: r.cat}
 	err = r.fill(ctx)
 	if err := errors.Join(err, r.cat.Close()); err != nil {
 		return err
@@ -233,11 +235,10 @@ func (r *rebuilder) replay(ctx context.Context) error {
 	return r.cat.EndReplay(ctx, r.last, r.report.Journal.Whole && len(damaged) == 0)
 }
 
-// packs records the packs, in the order of their names. A segment that two have rests in the first.
+// packs records the packs, in the order of their names, each with hooks of all its segments.
 func (r *rebuilder) packs(ctx context.Context) error {
-	store := &dedup.Store{Objects: r.store, Catalog: r.cat}
 	done := int64(0)
-	return store.Rebuild(ctx, func(key string, err error) {
+	return r.dedup.Rebuild(ctx, func(key string, err error) {
 		if done++; err != nil {
 			r.report.DamagedPacks = append(r.report.DamagedPacks, err.Error())
 		}
@@ -248,6 +249,7 @@ func (r *rebuilder) packs(ctx context.Context) error {
 // layers drops what was ingested and cannot be served any more.
 func (r *rebuilder) layers(ctx context.Context) error {
 	var lost []digest.Digest
+	needs := map[digest.Digest][]string{}
 	done := int64(0)
 	err := r.cat.EachLayer(ctx, func(l catalog.Layer) error {
 		done++
@@ -255,14 +257,20 @@ func (r *rebuilder) layers(ctx context.Context) error {
 		if l.Refused != "" {
 			return nil
 		}
-		whole, err := r.whole(ctx, l)
+		whole, packs, err := r.whole(ctx, l)
 		if err == nil && !whole {
 			lost = append(lost, l.Blob)
 		}
+		needs[l.Blob] = packs
 		return err
 	})
 	if err != nil {
 		return err
+	}
+	for d, packs := range needs {
+		if err := r.cat.PutPacks(ctx, d, packs); err != nil {
+			return err
+		}
 	}
 	for _, d := range lost {
 		if err := r.cat.DropLayer(ctx, d); err != nil {
@@ -290,8 +298,15 @@ func (r *rebuilder) layers(ctx context.Context) error {
 	return nil
 }
 
-// whole reports whether a layer's entry list can be read, and its recipe and all its segments are there.
-func (r *rebuilder) whole(ctx context.Context, l catalog.Layer) (bool, error) {
+// whole reports whether a layer's entry list can be read, and its recipe and all its segments are there, and in which packs.
+func (r *rebuilder) whole(ctx context.Context, l catalog.Layer) (whole bool, packs []string, err error) {
+	keep := r.cat.Keep()
+	defer keep.Release()
+	whole, err = r.found(ctx, l, r.dedup.NewFinder(keep))
+	return whole, keep.Packs(), err
+}
+
+func (r *rebuilder) found(ctx context.Context, l catalog.Layer, finder *dedup.Finder) (bool, error) {
 	if l.Recipe.Key != "" {
 		if size, err := r.store.Stat(ctx, l.Recipe.Key); errors.Is(err, objects.ErrNotFound) || err == nil && size != l.Recipe.Size {
 			return false, nil
@@ -314,7 +329,7 @@ func (r *rebuilder) whole(ctx context.Context, l catalog.Layer) (bool, error) {
 	defer list.Close()
 	var ids []segment.ID
 	located := func() (bool, error) {
-		places, err := r.cat.Locate(ctx, ids)
+		places, err := finder.Locate(ctx, ids)
 		for _, p := range places {
 			if p.Frame == nil {
 				return false, err

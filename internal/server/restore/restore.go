@@ -8,6 +8,8 @@ import (
 	"fmt"
 	"io"
 
+	"github.com/opencontainers/go-digest"
+
 	"hydrofoil.dev/foil/internal/format/layer"
 	"hydrofoil.dev/foil/internal/format/recipe"
 	"hydrofoil.dev/foil/internal/format/segment"
@@ -33,7 +35,7 @@ const lookAhead = 512
 // Contents goes through the contents of a layer in their order. It is for one
 // goroutine, and must be closed.
 type Contents struct {
-	store  *dedup.Store
+	places *dedup.Places
 	layer  catalog.Layer
 	wanted func(content int64) bool
 	object io.Closer
@@ -46,6 +48,10 @@ type Contents struct {
 
 // Open returns the contents of a layer that was ingested, of those that are wanted.
 func Open(ctx context.Context, store *dedup.Store, l catalog.Layer, wanted func(content int64) bool) (*Contents, error) {
+	places, err := store.Places(ctx, []digest.Digest{l.Blob}, "")
+	if err != nil {
+		return nil, err
+	}
 	object, err := store.Objects.Open(ctx, l.Entries, 0, -1)
 	if err != nil {
 		return nil, fmt.Errorf("read entries of layer %s: %w", l.Blob, err)
@@ -55,7 +61,7 @@ func Open(ctx context.Context, store *dedup.Store, l catalog.Layer, wanted func(
 		object.Close()
 		return nil, fmt.Errorf("read entries of layer %s: %w", l.Blob, err)
 	}
-	return &Contents{store: store, layer: l, wanted: wanted, object: object, list: list}, nil
+	return &Contents{places: places, layer: l, wanted: wanted, object: object, list: list}, nil
 }
 
 // Close ends it.
@@ -112,7 +118,7 @@ func (c *Contents) more(ctx context.Context) error {
 			ids = append(ids, c.ready[i].ID)
 		}
 	}
-	places, err := c.store.Catalog.Locate(ctx, ids)
+	places, err := c.places.Locate(ctx, ids)
 	if err != nil {
 		return err
 	}

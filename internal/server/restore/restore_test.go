@@ -10,6 +10,7 @@ import (
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/opencontainers/go-digest"
 
 	"hydrofoil.dev/foil/internal/format/layer"
 	lt "hydrofoil.dev/foil/internal/format/layer/layertest"
@@ -185,7 +186,11 @@ func TestListOfAnotherLayer(t *testing.T) {
 
 func TestMissingSegments(t *testing.T) {
 	store, row := ingested(t, "first", "second")
-	if err := store.Catalog.Forget(t.Context(), []segment.ID{segment.Sum([]byte("second"))}); err != nil {
+	packs, err := store.Catalog.PacksOf(t.Context(), []digest.Digest{row.Blob}, "")
+	if err != nil || len(packs.Keys) != 1 {
+		t.Fatalf("%+v, %v", packs, err)
+	}
+	if err := store.Catalog.Forget(t.Context(), []catalog.Resting{{Pack: packs.Keys[0], ID: segment.Sum([]byte("second"))}}); err != nil {
 		t.Fatal(err)
 	}
 	if err := readTar(t, store, row); !errors.Is(err, restore.ErrMissing) {

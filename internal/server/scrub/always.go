@@ -1,6 +1,7 @@
 package scrub
 
 import (
+	"cmp"
 	"context"
 	"time"
 
@@ -8,9 +9,8 @@ import (
 )
 
 const (
-	// between is the least time from the beginning of one pass to that of the next: a small store
-	// need not be read all day.
-	between = 24 * time.Hour
+	// daily is the default of Options.Every: a small store need not be read all day.
+	daily = 24 * time.Hour
 	// trouble is how long a pass that could not go on waits.
 	trouble = time.Minute
 )
@@ -20,7 +20,7 @@ func Always(ctx context.Context, o Options) {
 	s := New(o)
 	for ctx.Err() == nil {
 		if last, err := Last(s.o.Root); err == nil && last != nil {
-			if backoff.Wait(ctx, time.Until(last.Began.Add(between))) != nil {
+			if backoff.Wait(ctx, time.Until(last.Began.Add(cmp.Or(s.o.Every, daily)))) != nil {
 				return
 			}
 		}

@@ -99,9 +99,13 @@ func (s *Scrubber) list(ctx context.Context, row catalog.Layer) (read int64, err
 		return read, err
 	}
 	defer list.Close()
+	at, err := s.packs.Places(ctx, []digest.Digest{row.Blob}, "")
+	if err != nil {
+		return read, err
+	}
 	var ids []segment.ID
 	look := func() error {
-		places, err := s.o.Catalog.Locate(ctx, ids)
+		places, err := at.Locate(ctx, ids)
 		if err != nil {
 			return err
 		}
@@ -218,7 +222,32 @@ func (s *Scrubber) mendTree(ctx context.Context, r catalog.Rootfs, f *Finding) e
 	return nil
 }
 
-// index compares a frame index with what the catalog says now.
+// built makes the index of a rootfs anew. Errors: planner.ErrMissing.
+func (s *Scrubber) built(ctx context.Context, r catalog.Rootfs, t *toc.TOC) (*planner.Index, error) {
+	places, err := s.packs.Places(ctx, nil, r.ChainID)
+	if err != nil {
+		return nil, err
+	}
+	x, err := planner.Build(ctx, t, r.TOC, places)
+	if !errors.Is(err, planner.ErrMissing) {
+		return x, err
+	}
+	// The catalog learns some time after a push of which rootfs an image is.
+	layers, lerr := s.layersOf(ctx, r.ChainID)
+	if lerr != nil {
+		return nil, lerr
+	}
+	var blobs []digest.Digest
+	for _, l := range layers {
+		blobs = append(blobs, l.Digest)
+	}
+	if places, err = s.packs.Places(ctx, blobs, r.ChainID); err != nil {
+		return nil, err
+	}
+	return planner.Build(ctx, t, r.TOC, places)
+}
+
+// index compares a frame index with what the packs say now.
 func (s *Scrubber) index(ctx context.Context, r catalog.Rootfs, t *toc.TOC) (read int64, err error) {
 	if r.Index == "" {
 		return 0, nil
@@ -231,11 +260,22 @@ func (s *Scrubber) index(ctx context.Context, r catalog.Rootfs, t *toc.TOC) (rea
 		return 0, cmpCtx(ctx, wrong)
 	}
 	read = int64(len(b))
-	x, err := planner.Build(ctx, t, r.TOC, s.o.Catalog)
-	if errors.Is(err, planner.ErrMissing) {
-		return read, nil // the layer was named
-	}
-	if err != nil {
+	x, err := s.built(ctx, r, t)
+	switch {
+	case errors.Is(err, planner.ErrMissing) && wrong == nil:
+		return read, nil // the layer was named, or no image has the rootfs
+	case errors.Is(err, planner.ErrMissing):
+		f := Finding{Key: r.Index, Of: r.ChainID, Why: wrong.Error()}
+		if !s.o.Check {
+			r.Index = ""
+			if err := s.o.Catalog.PutRootfs(ctx, r); err != nil {
+				return read, err
+			}
+			s.o.Remade(r.TOC)
+			f.Mended = "forgotten: the next pull makes it"
+		}
+		return read, s.found(f)
+	case err != nil:
 		return read, err
 	}
 	now := x.Encode()
@@ -256,7 +296,7 @@ func (s *Scrubber) index(ctx context.Context, r catalog.Rootfs, t *toc.TOC) (rea
 		s.s.Report.Remade++
 		return read, nil
 	}
-	return read, s.found(Finding{Key: r.Index, Of: r.ChainID, Why: wrong.Error(), Mended: "from the catalog"})
+	return read, s.found(Finding{Key: r.Index, Of: r.ChainID, Why: wrong.Error(), Mended: "from the packs' tables"})
 }
 
 // orders deletes the orders of a rootfs that cannot be read: the next pull guesses them anew. That is also so of those that an older version

@@ -30,7 +30,7 @@ func (s *Scrubber) everyPack(ctx context.Context, after string) error {
 // pack looks at one pack. What it lost is brought again by the next phase.
 func (s *Scrubber) pack(ctx context.Context, key string) (read int64, err error) {
 	defer s.o.Readers.Begin()()
-	p, err := s.o.Catalog.Pack(ctx, key)
+	p, _, err := s.o.Catalog.Pack(ctx, key)
 	if errors.Is(err, catalog.ErrNotFound) {
 		return 0, nil // it was replaced meanwhile
 	}
@@ -65,6 +65,7 @@ func (s *Scrubber) pack(ctx context.Context, key string) (read int64, err error)
 		with = &moved
 	}
 	s.o.At("salvaged")
+	p.Frames = x.Frames
 	err = s.o.Catalog.ReplacePack(ctx, p, with)
 	if errors.Is(err, catalog.ErrInUse) {
 		f.Why += "; an ingest relies on the pack: the next pass mends it"
@@ -77,6 +78,6 @@ func (s *Scrubber) pack(ctx context.Context, key string) (read int64, err error)
 	if err := s.o.Objects.Delete(ctx, key); err != nil {
 		return read, err
 	}
-	f.Mended = fmt.Sprintf("%d frames moved to another pack; %d segments are taken from their layers again, or those are named below", len(x.Sound), len(x.Lost))
+	f.Mended = fmt.Sprintf("%d frames moved to another pack; what is lost is taken from its layers again, or those are named below", len(x.Sound))
 	return read, s.found(f)
 }

@@ -4,7 +4,7 @@
 // A pass goes through these phases, each in the order of its names:
 //
 //	blobs     every blob that a repository holds, against its digest
-//	packs     every frame in which a segment rests, against the segments' IDs; and the pack's own table
+//	packs     the pack's own table; every frame, against its segments' IDs
 //	layers    entry lists, recipes (against their digests), and that every segment that a list names rests somewhere
 //	rootfs    TOCs (against their digests), frame indices, orders
 //	startup   every frame of the stores of startup pages, against their checksums and digests
@@ -14,11 +14,11 @@
 // # What is mended from what
 //
 //	a blob           its recipe and packs, if its tar stream is the blob (package recipe, Plain)
-//	a pack           its sound frames move to a new pack, under a new name; the layers that need the others are ingested
-//	                 again from their blobs
+//	a pack           its sound frames move to a new pack, under a new name; the layers that need the others, or all of a pack
+//	                 whose table is lost, are ingested again from their blobs
 //	a list, a recipe its layer's blob
 //	a TOC            the entry lists of its layers
-//	an index, order  the catalog, and the image; an order by the next pull
+//	an index, order  the packs' tables, and the image; an order by the next pull
 //	startup pages    the packs, by the server
 //	the journal      the catalog
 //
@@ -65,6 +65,8 @@ type Options struct {
 	Ingester *ingest.Ingester
 	// Rate bounds what is read, bytes a second; 0: nothing does. What a mending reads is not counted.
 	Rate int64
+	// Every is the least time from the beginning of one pass of Always to that of the next; 0: a day.
+	Every time.Duration
 	// Check changes nothing, neither below the root nor in the catalog.
 	Check bool
 	// Elsewhere says that a blob that is not here is no loss: an upstream has it.

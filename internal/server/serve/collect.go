@@ -25,7 +25,7 @@ func (s *Server) openCollector(p *parts) error {
 	p.local.SetWindow(0)
 	if p.front == nil {
 		p.local.SetWindow(o.Window)
-		o.Garbage, o.Catalog, o.Objects, o.RemoveBlob, o.Readers, o.Log = p.local, p.local, p.here, p.registry.RemoveUnheld, p.readers, s.log
+		o.Garbage, o.Catalog, o.Objects, o.Tables, o.RemoveBlob, o.Readers, o.Log = p.local, p.local, p.here, p.tables, p.registry.RemoveUnheld, p.readers, s.log
 		p.admin.Collector = collect.New(o)
 		s.closers = append(s.closers, p.admin.Collector.Close)
 	}

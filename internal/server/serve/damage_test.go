@@ -32,7 +32,7 @@ type image struct {
 	manifest []byte
 }
 
-func makeImage(t *testing.T, layers ...layertest.Layer) image {
+func makeImage(t testing.TB, layers ...layertest.Layer) image {
 	t.Helper()
 	var blobs []layertest.Blob
 	for _, l := range layers {
@@ -42,7 +42,7 @@ func makeImage(t *testing.T, layers ...layertest.Layer) image {
 }
 
 // imageOf makes an image of blobs.
-func imageOf(t *testing.T, layers ...layertest.Blob) image {
+func imageOf(t testing.TB, layers ...layertest.Blob) image {
 	t.Helper()
 	encode := func(v any) []byte {
 		b, err := json.Marshal(v)
@@ -72,7 +72,7 @@ func (m image) push(t *testing.T, addr string) {
 }
 
 // pushTo does what clients do: a blob that is there is not sent.
-func (m image) pushTo(t *testing.T, addr, repository string) {
+func (m image) pushTo(t testing.TB, addr, repository string) {
 	t.Helper()
 	base := "http://" + addr + "/v2/" + repository + "/"
 	for _, b := range m.blobs {

@@ -3,9 +3,12 @@ package serve_test
 import (
 	"bytes"
 	"io"
+	"io/fs"
 	"math/rand/v2"
 	"net/http"
 	"os"
+	"path/filepath"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -14,6 +17,7 @@ import (
 	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
+	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/server/admin"
 	"hydrofoil.dev/foil/internal/server/collect"
 	"hydrofoil.dev/foil/internal/server/rebuild"
@@ -26,6 +30,9 @@ type owned struct {
 	image  image
 	there  string // "yes", "no", or "perhaps": something was asked and not answered
 	acked  map[string]int
+
+	damaged  bool // objects are, meanwhile
+	compared int  // how often all of it was
 }
 
 // ask sends a request whose answer decides. It returns 0 when the server is gone.
@@ -127,24 +134,106 @@ func (o *owned) check(t *testing.T, base string) {
 	}
 	if o.there = "no"; there {
 		o.there = "yes"
-		wantWhole(t, strings.TrimPrefix(base, "http://"), o.number, o.image)
+		addr := strings.TrimPrefix(base, "http://")
+		// A worker compares each segment with its ID, and asks again when one is wrong, and says so; or when the server has
+		// found damage itself. The answer is whole in the end.
+		var wrong []segment.ID
+		for tries := 0; o.damaged && tries < 20; tries++ {
+			var err error
+			if wrong, err = askFor(http.DefaultClient, addr, repositoryOf(o.number), wrong); err == nil && len(wrong) == 0 {
+				break
+			}
+		}
+		wantWhole(t, addr, o.number, o.image)
+		o.compared++
 	}
 }
 
 // A server that collects is killed again and again, amid pushes, deletions, pulls, and whatever the collector does. What
 // was acknowledged is there and whole, each time; at last also with a catalog that was made anew.
-func TestKilledWhileCollecting(t *testing.T) {
+func TestKilledWhileCollecting(t *testing.T) { killedAmid(t, 15, false) }
+
+// The same beside a scrub that never rests, while objects of all kinds but blobs are flipped, cut and lost: all of those can be
+// made again.
+func TestKilledWhileScrubbing(t *testing.T) {
+	t.Setenv(childScrub, "1")
+	killedAmid(t, 12, true)
+}
+
+// spoilt are the kinds of objects that killedAmid damages.
+var spoilt = []string{"packs", "entries", "recipes", "tocs", "indices", "orders"}
+
+// spoil flips, cuts or deletes an object below a root, and returns its kind; none when there is nothing to damage.
+func spoil(t *testing.T, root string, random *rand.Rand) (kind, how string) {
+	t.Helper()
+	kind = spoilt[random.IntN(len(spoilt))]
+	var files []string
+	err := filepath.WalkDir(filepath.Join(rootdir.Objects(root), kind), func(path string, e fs.DirEntry, err error) error {
+		if err == nil && e.Type().IsRegular() {
+			files = append(files, path)
+		}
+		return nil // the server adds and removes some
+	})
+	if err != nil || len(files) == 0 {
+		return "", ""
+	}
+	path := files[random.IntN(len(files))]
+	b, err := os.ReadFile(path)
+	if err != nil || len(b) < 2 {
+		return "", ""
+	}
+	switch random.IntN(3) {
+	case 0:
+		how = "flipped"
+		b[random.IntN(len(b))] ^= 1 << random.IntN(8)
+	case 1:
+		how = "cut"
+		b = b[:random.IntN(len(b))]
+	default:
+		how = "lost"
+		if os.Remove(path) != nil {
+			return "", ""
+		}
+		return kind, how
+	}
+	// In place: a name that the server has removed meanwhile must not come back.
+	f, err := os.OpenFile(path, os.O_WRONLY, 0)
+	if err != nil {
+		return "", ""
+	}
+	defer f.Close()
+	if _, err = f.WriteAt(b, 0); err == nil {
+		err = f.Truncate(int64(len(b)))
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	return kind, how
+}
+
+func killedAmid(t *testing.T, rounds int, damage bool) {
 	root := t.TempDir()
 	seed := uint64(time.Now().UnixNano())
+	if s := os.Getenv("FOIL_TEST_SEED"); s != "" {
+		var err error
+		if seed, err = strconv.ParseUint(s, 10, 64); err != nil {
+			t.Fatal(err)
+		}
+	}
 	t.Log("seed", seed)
 	var all []*owned
 	for i, m := range overlapping(t, 6, 6, 60_000) {
-		all = append(all, &owned{number: i, image: m, there: "no", acked: map[string]int{}})
+		all = append(all, &owned{number: i, image: m, there: "no", acked: map[string]int{}, damaged: damage})
 	}
 	random := rand.New(rand.NewPCG(seed, 0))
 	var done collect.Report
-	rounds := 15
-	if testing.Short() {
+	damages := map[string]int{}
+	if s := os.Getenv("FOIL_TEST_KILLS"); s != "" {
+		var err error
+		if rounds, err = strconv.Atoi(s); err != nil {
+			t.Fatal(err)
+		}
+	} else if testing.Short() {
 		rounds = 3
 	}
 	for round := range rounds {
@@ -174,18 +263,32 @@ func TestKilledWhileCollecting(t *testing.T) {
 			}
 		})
 		kill := time.After(time.Duration(500+random.IntN(2500)) * time.Millisecond) // a random instant is what is tested
-		<-kill
+		for waits := true; waits; {
+			var next <-chan time.Time
+			if damage {
+				next = time.After(time.Duration(random.IntN(200)) * time.Millisecond)
+			}
+			select {
+			case <-kill:
+				waits = false
+			case <-next:
+				if kind, how := spoil(t, root, random); kind != "" {
+					damages[kind+" "+how]++
+				}
+			}
+		}
 		if err := cmd.Process.Kill(); err != nil {
 			t.Fatal(err)
 		}
 		_ = cmd.Wait()
 		busy.Wait()
 	}
-	acked := map[string]int{}
+	acked, compared := map[string]int{}, 0
 	for _, o := range all {
 		for what, n := range o.acked {
 			acked[what] += n
 		}
+		compared += o.compared
 	}
 	if err := os.RemoveAll(rootdir.Catalog(root)); err != nil {
 		t.Fatal(err)
@@ -198,9 +301,9 @@ func TestKilledWhileCollecting(t *testing.T) {
 	for _, o := range all {
 		o.check(t, base)
 	}
-	t.Logf("%d kills; acknowledged %v; collected %+v; rebuilt %+v", rounds, acked, done, report.Catalog)
+	t.Logf("seed %d: %d kills; acknowledged %v; collected %+v; damaged %v; %d images compared; rebuilt %+v", seed, rounds, acked, done, damages, compared, report.Catalog)
 	// What passes between two kills have done is mostly not in done: the server makes some itself.
-	if acked["undelete"] == 0 || acked["delete"] == 0 {
+	if acked["undelete"] == 0 || acked["delete"] == 0 || damage && len(damages) < 3 {
 		t.Error("nothing was tested")
 	}
 }

@@ -11,6 +11,7 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -58,7 +59,7 @@ func administer(base, method, path string, body, out any) (status int, err error
 }
 
 // collectAll collects until nothing is in anybody's way.
-func collectAll(t *testing.T, addr string) (total collect.Report) {
+func collectAll(t testing.TB, addr string) (total collect.Report) {
 	t.Helper()
 	for deadline := time.Now().Add(time.Minute); ; {
 		var r collect.Report
@@ -98,7 +99,7 @@ func used(t *testing.T, dir string) (n int64) {
 }
 
 // overlapping makes images each of which has some files of the one before, so that packs are live in part.
-func overlapping(t *testing.T, n, files, size int) (images []image) {
+func overlapping(t testing.TB, n, files, size int) (images []image) {
 	file := func(i, k int) layertest.Entry {
 		return layertest.File(fmt.Sprintf("d/%d-%d", i, k), 0o644, noise(uint64(i*1000+k), size))
 	}
@@ -140,7 +141,7 @@ func pushAll(t *testing.T, addr string, images []image, wanted func(i int) bool)
 	}
 }
 
-func remove(t *testing.T, addr string, i int) {
+func remove(t testing.TB, addr string, i int) {
 	t.Helper()
 	status, err := administer("http://"+addr, "POST", "delete", admin.Reference{Repository: repositoryOf(i)}, nil)
 	if err != nil || status != http.StatusOK {
@@ -193,7 +194,14 @@ func TestDeletedIsFreed(t *testing.T) {
 // lives is whole: also when the catalog is made anew.
 func TestHalfIsFreed(t *testing.T) {
 	root, other := t.TempDir(), t.TempDir()
-	images := overlapping(t, 8, 9, 120_000)
+	n := 8
+	if s := os.Getenv("FOIL_TEST_IMAGES"); s != "" {
+		var err error
+		if n, err = strconv.Atoi(s); err != nil {
+			t.Fatal(err)
+		}
+	}
+	images := overlapping(t, n, 9, 120_000)
 	odd := func(i int) bool { return i%2 == 1 }
 	s := start(t, onDemand(root))
 	pushAll(t, s.Addr(), images, func(int) bool { return true })

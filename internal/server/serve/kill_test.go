@@ -21,6 +21,7 @@ import (
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
 	"hydrofoil.dev/foil/internal/server/collect"
+	"hydrofoil.dev/foil/internal/server/scrub"
 	"hydrofoil.dev/foil/internal/server/serve"
 	"hydrofoil.dev/foil/internal/server/upstream"
 )
@@ -41,9 +42,17 @@ const childStore = "FOIL_TEST_SERVE_STORE"
 // childWebhooks is the file of its webhooks.
 const childWebhooks = "FOIL_TEST_SERVE_WEBHOOKS"
 
+// childScrub has it scrub all the time.
+const childScrub = "FOIL_TEST_SERVE_SCRUB"
+
 func TestMain(m *testing.M) {
 	if root := os.Getenv(childRoot); root != "" {
+		var rate scrub.Rate
+		if os.Getenv(childScrub) != "" {
+			rate = 1 << 30
+		}
 		s, err := serve.Start(context.Background(), serve.Options{
+			ScrubRate: rate, ScrubEvery: time.Millisecond,
 			Root: root, Listen: "127.0.0.1:0",
 			Upstream: upstream.Options{URL: os.Getenv(childUpstream)},
 			Collect:  collect.Options{Leftover: 5 * time.Second, Interval: 20 * time.Millisecond, PackSize: 1 << 20},
@@ -92,7 +101,7 @@ func child(t *testing.T, root string, command ...string) (base string, cmd *exec
 	return "http://" + strings.TrimSpace(line), cmd
 }
 
-func send(t *testing.T, method, url, mediaType string, body []byte, status int) *http.Response {
+func send(t testing.TB, method, url, mediaType string, body []byte, status int) *http.Response {
 	t.Helper()
 	req, err := http.NewRequestWithContext(t.Context(), method, url, bytes.NewReader(body))
 	if err != nil {

@@ -235,7 +235,7 @@ func TestRebuild(t *testing.T) {
 	if err := img.pull(strings.TrimPrefix(base, "http://")); err != nil {
 		t.Errorf("a bundle: %v", err)
 	}
-	if r.Dropped > 0 || r.Catalog.Layers == 0 || r.Catalog.Rootfs == 0 || r.Catalog.Segments == 0 {
+	if r.Dropped > 0 || r.Catalog.Layers == 0 || r.Catalog.Rootfs == 0 || r.Catalog.Hooks == 0 {
 		t.Errorf("ingested layers were lost: %+v", r)
 	}
 	acked := 0

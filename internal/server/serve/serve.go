@@ -109,6 +109,8 @@ type Options struct {
 	StartupMax startup.Limit
 	// ScrubRate has the server read what rests, over and over, at so many bytes a second, and mend it (package scrub); 0: it does not.
 	ScrubRate scrub.Rate
+	// ScrubEvery is the least time from the beginning of one such pass to that of the next; 0: a day.
+	ScrubEvery time.Duration
 	// Upstream makes the server an accelerator, if it has a URL. What is to be
 	// set besides: Auth, CA, TagTTL, TagTimeout, ClientCredentials, RightsTTL.
 	Upstream upstream.Options
@@ -237,6 +239,7 @@ type parts struct {
 	store    objects.Store         // here, with blobs that can be restored, or the accelerator's view of it
 	front    *upstream.Accelerator // nil: this is no accelerator
 	encoders *encoder.Set
+	tables   *dedup.Tables // of packs
 	blobs    *restore.Blobs
 	ingester *ingest.Ingester
 	bundle   *bundles.Handler
@@ -320,7 +323,9 @@ func (s *Server) openStores(ctx context.Context, p *parts) error {
 	p.store, p.catalog = dir, p.local
 	p.encoders = &encoder.Set{Programs: programs.Program}
 	s.closers = append(s.closers, p.encoders.Close)
-	p.blobs = &restore.Blobs{Store: &dedup.Store{Objects: dir, Catalog: p.local}, Encoders: p.encoders, Metrics: restore.NewMetrics(), Readers: p.readers}
+	p.tables = dedup.NewTables(dedup.TableMemory)
+	s.closers = append(s.closers, p.tables.Close)
+	p.blobs = &restore.Blobs{Store: &dedup.Store{Objects: dir, Catalog: p.local, Tables: p.tables}, Encoders: p.encoders, Metrics: restore.NewMetrics(), Readers: p.readers}
 	if s.opts.Upstream.URL == "" {
 		front := restore.NewStore(p.blobs, toldHealed(s.log))
 		s.closers = append(s.closers, front.Close)
@@ -357,7 +362,7 @@ func (s *Server) openWebhooks(ctx context.Context, p *parts) (err error) {
 
 // openServices makes what works on the stores.
 func (s *Server) openServices(p *parts) (err error) {
-	p.ingester = &ingest.Ingester{Objects: p.store, Catalog: p.catalog, Metrics: ingest.NewMetrics(), Readers: p.readers, Room: p.space.full}
+	p.ingester = &ingest.Ingester{Objects: p.store, Catalog: p.catalog, Tables: p.tables, Metrics: ingest.NewMetrics(), Readers: p.readers, Room: p.space.full}
 	if p.front != nil {
 		p.ingester.Options.Parallel = upstream.Parallel
 	}
@@ -368,6 +373,7 @@ func (s *Server) openServices(p *parts) (err error) {
 		Heavy:      heavy,
 		Catalog:    p.catalog,
 		Objects:    p.store,
+		Tables:     p.tables,
 		Rootfs:     fetched(p.front, rootfsOf(p.ingester.Rootfs, p.catalog, p.store, s.log)),
 		Repair:     fetched(p.front, rootfsOf(repair(p.ingester, p.store, p.blobs), p.catalog, p.store, s.log)),
 		Recipe:     recipeOf(p.ingester),

@@ -28,7 +28,7 @@ import (
 )
 
 // start runs a server for the test.
-func start(t *testing.T, opts serve.Options) *serve.Server {
+func start(t testing.TB, opts serve.Options) *serve.Server {
 	t.Helper()
 	if opts.Root == "" {
 		opts.Root = t.TempDir()

@@ -24,10 +24,9 @@ func benchIndex(b *testing.B, t *toc.TOC) *planner.Index {
 	return x
 }
 
-// locator stands in for the catalog: it says that segments rest in frames of up
+// locator stands in for packs: it says that segments rest in frames of up
 // to segment.FrameTarget bytes, in the order in which they are asked for.
 type locator struct {
-	catalog.Dedup
 	t *toc.TOC
 }
 

@@ -80,7 +80,7 @@ func (w *world) load(ctx context.Context, chain digest.Digest) (*toc.TOC, *plann
 	if err != nil {
 		return nil, nil, err
 	}
-	x, err := planner.Build(ctx, t, r.TOC, w.World.Catalog)
+	x, err := planner.Build(ctx, t, r.TOC, w.World.Places)
 	return t, x, err
 }
 

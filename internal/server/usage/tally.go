@@ -12,6 +12,7 @@ import (
 
 	"hydrofoil.dev/foil/internal/format/layer"
 	"hydrofoil.dev/foil/internal/format/segment"
+	"hydrofoil.dev/foil/internal/server/dedup"
 )
 
 // tally is what was counted, in a database that is thrown away.
@@ -109,12 +110,12 @@ func (b *batch) do(query string, args ...any) error {
 }
 
 // segments tallies segments of a layer that a repository owns.
-func (l *looker) segments(ctx context.Context, b *batch, list []layer.Segment, owner int64) error {
+func (l *looker) segments(ctx context.Context, b *batch, in *dedup.Places, list []layer.Segment, owner int64) error {
 	ids := make([]segment.ID, len(list))
 	for i, g := range list {
 		ids[i] = g.ID
 	}
-	places, err := l.cat.Locate(ctx, ids)
+	places, err := in.Locate(ctx, ids)
 	if err != nil {
 		return err
 	}

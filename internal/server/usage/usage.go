@@ -20,12 +20,14 @@ import (
 	"strings"
 	"time"
 
+	"github.com/opencontainers/go-digest"
 	"golang.org/x/sys/unix"
 
 	"hydrofoil.dev/foil/internal/format/layer"
 	"hydrofoil.dev/foil/internal/format/oci"
 	"hydrofoil.dev/foil/internal/server/catalog"
 	"hydrofoil.dev/foil/internal/server/catalog/sqlite"
+	"hydrofoil.dev/foil/internal/server/dedup"
 	"hydrofoil.dev/foil/internal/server/objects"
 	"hydrofoil.dev/foil/internal/server/rootdir"
 )
@@ -132,6 +134,7 @@ type looker struct {
 	o       Options
 	cat     *sqlite.Catalog
 	objects objects.Store
+	packs   *dedup.Store
 	t       *tally
 	r       *Report
 }
@@ -157,7 +160,7 @@ func Look(ctx context.Context, o Options) (_ *Report, err error) {
 	if err != nil {
 		return fail(err)
 	}
-	l.cat = cat
+	l.cat, l.packs = cat, &dedup.Store{Objects: l.objects, Catalog: cat}
 	if l.t, err = newTally(ctx); err != nil {
 		return fail(errors.Join(err, end()))
 	}
@@ -271,9 +274,13 @@ func (l *looker) layer(ctx context.Context, b *batch, row catalog.Layer, owner i
 	}
 	defer list.Close()
 	l.r.Read += size
+	places, err := l.packs.Places(ctx, []digest.Digest{row.Blob}, "")
+	if err != nil {
+		return err
+	}
 	var pieces []layer.Segment
 	flush := func() error {
-		err := l.segments(ctx, b, pieces, owner)
+		err := l.segments(ctx, b, places, pieces, owner)
 		pieces = pieces[:0]
 		return err
 	}

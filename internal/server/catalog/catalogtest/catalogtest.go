@@ -432,7 +432,7 @@ func testReopen(t *testing.T, open Opener) {
 		gotManifest, err := c.Manifest(ctx, "r", d)
 		check(t, err)
 		wantEqual(t, "manifest", m, gotManifest)
-		wantLocated(t, c, []segment.ID{ID(10), ID(11)}, p)
+		wantFound(t, c, []segment.ID{ID(10), ID(11)}, p.Key)
 		traces, err := c.Traces(ctx, "r", note.ChainID)
 		check(t, err)
 		wantEqual(t, "traces", []catalog.Trace{kept}, traces)

@@ -20,7 +20,7 @@ func testCancelled(t *testing.T, c catalog.Catalog) {
 	if err := c.AddPack(ctx, Pack("packs/p", 1, 10, 1)); !errors.Is(err, context.Canceled) {
 		t.Errorf("AddPack: %v, want Canceled", err)
 	}
-	if _, err := c.Locate(ctx, []segment.ID{ID(1)}); !errors.Is(err, context.Canceled) {
+	if _, err := c.Keep().Find(ctx, []segment.ID{ID(1)}); !errors.Is(err, context.Canceled) {
 		t.Errorf("Locate: %v, want Canceled", err)
 	}
 	names, err := c.ListRepositories(t.Context(), "", -1)
@@ -62,18 +62,13 @@ func testConcurrent(t *testing.T, c catalog.Catalog) {
 	}
 }
 
-// A pack is seen as a whole or not at all.
+// Packs that are added at once, each twice, are all found.
 func testConcurrentPacks(t *testing.T, c catalog.Catalog) {
 	ctx := t.Context()
 	const packs, per = 10, 600
-	var ids []segment.ID
-	for i := range packs * per {
-		ids = append(ids, ID(i))
-	}
-	done := make(chan struct{})
-	var adders, readers sync.WaitGroup
+	var adders sync.WaitGroup
 	for p := range packs {
-		for range 2 { // two add the same
+		for range 2 {
 			adders.Go(func() {
 				if err := c.AddPack(ctx, Pack(fmt.Sprint("packs/", p), p*per, (p+1)*per-1, 5)); err != nil {
 					t.Error(err)
@@ -81,42 +76,12 @@ func testConcurrentPacks(t *testing.T, c catalog.Catalog) {
 			})
 		}
 	}
-	for range 2 {
-		readers.Go(func() {
-			for {
-				locations, err := c.Locate(ctx, ids)
-				if err != nil {
-					t.Error(err)
-					return
-				}
-				for p := range packs {
-					n := 0
-					for _, l := range locations[p*per : (p+1)*per] {
-						if l.Frame != nil {
-							n++
-						}
-					}
-					if n != 0 && n != per {
-						t.Errorf("%d of %d segments of pack %d are there", n, per, p)
-						return
-					}
-				}
-				select {
-				case <-done:
-					return
-				default:
-				}
-			}
-		})
-	}
 	adders.Wait()
-	close(done)
-	readers.Wait()
-	locations, err := c.Locate(ctx, ids)
-	check(t, err)
-	for i, l := range locations {
-		if want := fmt.Sprint("packs/", i/per); l.Frame == nil || l.Frame.Pack != want {
-			t.Fatalf("segment %d is in %+v, want %s", i, l.Frame, want)
+	for p := range packs {
+		var ids []segment.ID
+		for i := range per {
+			ids = append(ids, ID(p*per+i))
 		}
+		wantFound(t, c, ids, fmt.Sprint("packs/", p))
 	}
 }

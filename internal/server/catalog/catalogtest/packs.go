@@ -2,10 +2,10 @@ package catalogtest
 
 import (
 	"encoding/binary"
-	"math/rand/v2"
+	"slices"
 	"testing"
 
-	"github.com/google/go-cmp/cmp"
+	"github.com/opencontainers/go-digest"
 
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/server/catalog"
@@ -33,52 +33,44 @@ func Pack(key string, first, last, perFrame int) catalog.Pack {
 	return p
 }
 
-// wantLocated checks that the segments of ids are where packs say.
-func wantLocated(t *testing.T, c catalog.Catalog, ids []segment.ID, packs ...catalog.Pack) {
+// wantFound checks in which packs segments are found, and that the packs are kept.
+func wantFound(t *testing.T, c catalog.Catalog, ids []segment.ID, packs ...string) {
 	t.Helper()
-	where := make(map[segment.ID]catalog.Location)
-	for _, p := range packs {
-		for i := range p.Frames {
-			for j, s := range p.Frames[i].Segments {
-				if _, ok := where[s.ID]; !ok {
-					where[s.ID] = catalog.Location{Frame: &p.Frames[i], Index: j}
-				}
-			}
-		}
-	}
-	got, err := c.Locate(t.Context(), ids)
+	keep := c.Keep()
+	defer keep.Release()
+	got, err := keep.Find(t.Context(), ids)
 	check(t, err)
-	if len(got) != len(ids) {
-		t.Fatalf("%d locations of %d segments", len(got), len(ids))
-	}
-	type key struct {
-		pack   string
-		offset int64
-	}
-	shared := make(map[key]*catalog.Frame)
-	for i, id := range ids {
-		if diff := cmp.Diff(where[id], got[i]); diff != "" {
-			t.Fatalf("location of segment %d (-want +got):\n%s", i, diff)
-		}
-		if f := got[i].Frame; f != nil {
-			k := key{f.Pack, f.Offset}
-			if other, ok := shared[k]; ok && other != f {
-				t.Fatalf("the frame %+v is there twice", k)
-			}
-			shared[k] = f
+	slices.Sort(got.Keys)
+	wantEqual(t, "packs", packs, got.Keys)
+	kept := keep.Packs()
+	slices.Sort(kept)
+	wantEqual(t, "packs that are kept", append([]string{}, packs...), kept)
+}
+
+// wantPacks checks which packs a layer needs, in their order, and what of them is damaged.
+func wantPacks(t *testing.T, c catalog.Catalog, layer digest.Digest, packs []string, damaged ...catalog.Resting) {
+	t.Helper()
+	got, err := c.PacksOf(t.Context(), []digest.Digest{layer}, "")
+	check(t, err)
+	wantEqual(t, "packs of a layer", packs, got.Keys)
+	wantEqual(t, "damaged segments", len(damaged), len(got.Damaged))
+	for _, d := range damaged {
+		if !got.Damaged[d] {
+			t.Errorf("%+v is not damaged", d)
 		}
 	}
 }
 
 func testPacks(t *testing.T, c catalog.Catalog) {
-	wantLocated(t, c, nil)
-	wantLocated(t, c, []segment.ID{ID(1), {}, ID(1)})
-	p, q := Pack("packs/p", 1, 10, 3), Pack("packs/q", 8, 20, 100)
+	wantFound(t, c, nil)
+	wantFound(t, c, []segment.ID{ID(1), ID(1)})
+	p, q := Pack("packs/p", 1, 10, 3), Pack("packs/q", 11, 20, 100)
 	check(t, c.AddPack(t.Context(), p))
 	check(t, c.AddPack(t.Context(), q))
 	check(t, c.AddPack(t.Context(), catalog.Pack{Key: "packs/empty"}))
-	ids := []segment.ID{ID(9), ID(21), ID(1), ID(20), {}, ID(1), ID(10), ID(11), ID(21), ID(3)}
-	wantLocated(t, c, ids, p, q)
+	wantFound(t, c, []segment.ID{ID(9), ID(21)}, "packs/p")
+	wantFound(t, c, []segment.ID{ID(9), ID(21), ID(1), ID(20), ID(1)}, "packs/p", "packs/q")
+	wantFound(t, c, []segment.ID{ID(21)})
 }
 
 func testPackTwice(t *testing.T, c catalog.Catalog) {
@@ -86,11 +78,12 @@ func testPackTwice(t *testing.T, c catalog.Catalog) {
 	for range 2 {
 		check(t, c.AddPack(t.Context(), p))
 	}
-	// The same segments in another pack, and twice in one pack.
+	// The same segments in another pack, and twice in one pack: the newest is found.
 	q := Pack("packs/q", 5, 12, 2)
 	q.Frames = append(q.Frames, q.Frames...)
 	check(t, c.AddPack(t.Context(), q))
-	wantLocated(t, c, []segment.ID{ID(1), ID(5), ID(10), ID(11), ID(12), ID(13)}, p, q)
+	wantFound(t, c, []segment.ID{ID(1), ID(4), ID(13)}, "packs/p")
+	wantFound(t, c, []segment.ID{ID(5), ID(12)}, "packs/q")
 	p.Size++
 	if err := c.AddPack(t.Context(), p); err == nil {
 		t.Error("a pack of another size under a key that is taken is accepted")
@@ -103,35 +96,56 @@ func testPackRefused(t *testing.T, c catalog.Catalog) {
 	if err := c.AddPack(t.Context(), p); err == nil {
 		t.Fatal("a pack with a hole is accepted")
 	}
-	wantLocated(t, c, []segment.ID{ID(1), ID(10)}) // nothing of it is left
+	wantFound(t, c, []segment.ID{ID(1), ID(10)}) // nothing of it is left
 	p = Pack("packs/p", 1, 10, 3)
 	check(t, c.AddPack(t.Context(), p))
-	wantLocated(t, c, []segment.ID{ID(1), ID(10)}, p)
+	wantFound(t, c, []segment.ID{ID(1), ID(10)}, "packs/p")
 }
 
+// Layers need the packs that they were recorded with, those of an image are found by its rootfs, and what is damaged is told
+// until another pack has it, which they need as well then.
 func testForget(t *testing.T, c catalog.Catalog) {
-	p, q := Pack("packs/p", 1, 10, 3), Pack("packs/q", 5, 12, 2)
+	p, q, other := Pack("packs/p", 1, 10, 3), Pack("packs/q", 11, 12, 2), Pack("packs/z", 30, 31, 2)
+	layer := digestOf("layer")
 	check(t, c.AddPack(t.Context(), p))
-	check(t, c.Forget(t.Context(), nil))
-	check(t, c.Forget(t.Context(), []segment.ID{ID(5), ID(6), ID(99), ID(5)}))
-	wantLocated(t, c, []segment.ID{ID(5), ID(6)})
-	wantLocated(t, c, []segment.ID{ID(4), ID(7), ID(10)}, p)
-	// Another pack brings them back, and takes nothing else over.
 	check(t, c.AddPack(t.Context(), q))
-	wantLocated(t, c, []segment.ID{ID(5), ID(6)}, q)
-	wantLocated(t, c, []segment.ID{ID(4), ID(7), ID(10)}, p)
+	check(t, c.AddPack(t.Context(), other))
+	wantPacks(t, c, layer, nil)
+	check(t, c.PutLayer(t.Context(), catalog.Layer{Blob: layer, Entries: "entries/x"}, "packs/q", "packs/p"))
+	wantPacks(t, c, layer, []string{"packs/p", "packs/q"})
+	check(t, c.Forget(t.Context(), nil))
+	bad := catalog.Resting{Pack: "packs/p", ID: ID(5)}
+	check(t, c.Forget(t.Context(), []catalog.Resting{bad, bad, {Pack: "packs/unknown", ID: ID(6)}, {ID: ID(7)}}))
+	wantPacks(t, c, layer, []string{"packs/p", "packs/q"}, bad)
+	keep := c.Keep()
+	defer keep.Release()
+	found, err := keep.Find(t.Context(), []segment.ID{ID(5)})
+	check(t, err)
+	if !found.Damaged[bad] {
+		t.Errorf("found %+v, which does not say that it is damaged", found)
+	}
+	check(t, c.AddPack(t.Context(), Pack("packs/r", 5, 6, 2)))
+	wantPacks(t, c, layer, []string{"packs/p", "packs/q", "packs/r"}, bad)
+	check(t, c.AddPack(t.Context(), Pack("packs/s", 6, 7, 2)))
+	wantPacks(t, c, layer, []string{"packs/p", "packs/q", "packs/r"}, bad)
 }
 
 func testManySegments(t *testing.T, c catalog.Catalog) {
 	const n = 5000
-	p, q := Pack("packs/p", 0, n-1, 7), Pack("packs/q", n/2, 2*n, 11)
-	check(t, c.AddPack(t.Context(), p))
-	check(t, c.AddPack(t.Context(), q))
-	var ids []segment.ID
-	for i := range 3 * n { // the last third is not stored
-		ids = append(ids, ID(i))
+	check(t, c.AddPack(t.Context(), Pack("packs/p", 0, n-1, 7)))
+	check(t, c.AddPack(t.Context(), Pack("packs/q", n/2, 2*n, 11)))
+	for i := range 3 * n / 100 { // the last third is not stored
+		var want []string
+		switch from := 100 * i; {
+		case from < n/2:
+			want = []string{"packs/p"}
+		case from <= 2*n:
+			want = []string{"packs/q"}
+		}
+		ids := make([]segment.ID, 100)
+		for k := range ids {
+			ids[k] = ID(100*i + k)
+		}
+		wantFound(t, c, ids, want...)
 	}
-	r := rand.New(rand.NewPCG(1, 2))
-	r.Shuffle(len(ids), func(i, j int) { ids[i], ids[j] = ids[j], ids[i] })
-	wantLocated(t, c, ids, p, q)
 }

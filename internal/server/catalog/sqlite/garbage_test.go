@@ -27,17 +27,21 @@ func packOf(key string, ids ...segment.ID) catalog.Pack {
 
 func everything() catalog.Due { return catalog.Due{Now: time.Now(), Grace: -1, Limit: 100} }
 
-// place returns the pack where a segment rests, and "" when there is none.
+// place returns the pack where a segment is found, and "" when there is none.
 func place(t *testing.T, c *sqlite.Catalog, id segment.ID) string {
 	t.Helper()
-	l, err := c.Locate(t.Context(), []segment.ID{id})
+	keep := c.Keep()
+	defer keep.Release()
+	found, err := keep.Find(t.Context(), []segment.ID{id})
 	if err != nil {
 		t.Fatal(err)
 	}
-	if l[0].Frame == nil {
-		return ""
+	for _, key := range found.Keys {
+		if !found.Damaged[catalog.Resting{Pack: key, ID: id}] {
+			return key
+		}
 	}
-	return l[0].Frame.Pack
+	return ""
 }
 
 // A pack is not replaced while somebody relies on it, or came to need it since it was looked at; and what is replaced
@@ -55,12 +59,12 @@ func TestReplacePacks(t *testing.T) {
 		return packs
 	}
 	packs := look()
-	if len(packs) != 1 || packs[0].Key != "packs/old" || !packs[0].Here[a] || len(packs[0].Layers) != 0 {
+	if len(packs) != 1 || packs[0].Key != "packs/old" || len(packs[0].Layers) != 0 {
 		t.Fatalf("packs to review: %+v", packs)
 	}
 	keep := c.Keep()
-	if l, err := keep.Locate(ctx, []segment.ID{a}); err != nil || l[0].Frame == nil {
-		t.Fatalf("%+v, %v", l, err)
+	if found, err := keep.Find(ctx, []segment.ID{a}); err != nil || len(found.Keys) != 1 {
+		t.Fatalf("%+v, %v", found, err)
 	}
 	if err := c.ReplacePacks(ctx, packs, nil); !errors.Is(err, catalog.ErrInUse) {
 		t.Errorf("a pack that is kept: %v", err)
@@ -74,6 +78,7 @@ func TestReplacePacks(t *testing.T) {
 	if packs = look(); len(packs) != 1 || !slices.Equal(packs[0].Layers, []digest.Digest{blob}) {
 		t.Fatalf("packs to review: %+v", packs)
 	}
+	packs[0].Frames = packOf("packs/old", a, b).Frames
 	by := packOf("packs/new", a)
 	must(t, c.ReplacePacks(ctx, packs, &by))
 	if got, gone := place(t, c, a), place(t, c, b); got != "packs/new" || gone != "" {
@@ -99,7 +104,7 @@ func TestLostSegmentsAreNeeded(t *testing.T) {
 	a := catalogtest.ID(1)
 	must(t, c.AddPack(ctx, packOf("packs/old", a)))
 	blob := digest.FromString("layer")
-	must(t, c.PutLayer(ctx, catalog.Layer{Blob: blob, Entries: "entries/x"}, "packs/old"), c.Forget(ctx, []segment.ID{a}), c.AddPack(ctx, packOf("packs/new", a)))
+	must(t, c.PutLayer(ctx, catalog.Layer{Blob: blob, Entries: "entries/x"}, "packs/old"), c.Forget(ctx, []catalog.Resting{{Pack: "packs/old", ID: a}}), c.AddPack(ctx, packOf("packs/new", a)))
 	packs, err := c.PacksToReview(ctx, everything())
 	must(t, err)
 	for _, p := range packs {
@@ -132,8 +137,8 @@ func TestMendedPacksAreNeeded(t *testing.T) {
 			blob := digest.FromString("layer")
 			must(t, c.AddPack(ctx, old), c.PutLayer(ctx, catalog.Layer{Blob: blob, Entries: "entries/x"}, old.Key))
 			keep := c.Keep()
-			if l, err := keep.Locate(ctx, []segment.ID{a}); err != nil || l[0].Frame == nil {
-				t.Fatalf("%+v, %v", l, err)
+			if found, err := keep.Find(ctx, []segment.ID{a}); err != nil || len(found.Keys) != 1 {
+				t.Fatalf("%+v, %v", found, err)
 			}
 			if err := c.ReplacePack(ctx, old, test.with); !errors.Is(err, catalog.ErrInUse) {
 				t.Errorf("while an ingest relies on it: %v", err)

@@ -97,7 +97,7 @@ type Stats struct {
 	Manifests    int64 `json:"manifests"`
 	Tags         int64 `json:"tags"`
 	Packs        int64 `json:"packs"`
-	Segments     int64 `json:"segments"`
+	Hooks        int64 `json:"hooks"` // segments by which packs are found
 	Layers       int64 `json:"layers"`
 	Rootfs       int64 `json:"rootfs"`
 }
@@ -105,9 +105,9 @@ type Stats struct {
 // Stats counts; it reads every table's keys.
 func (c *Catalog) Stats(ctx context.Context) (s Stats, err error) {
 	err = c.db.Read.QueryRowContext(ctx, `SELECT (SELECT count(*) FROM repositories), (SELECT count(*) FROM blobs),
-		(SELECT count(*) FROM manifests), (SELECT count(*) FROM tags), (SELECT count(*) FROM packs), (SELECT count(*) FROM segments),
+		(SELECT count(*) FROM manifests), (SELECT count(*) FROM tags), (SELECT count(*) FROM packs), (SELECT count(*) FROM hooks),
 		(SELECT count(*) FROM layers), (SELECT count(*) FROM rootfs)`).
-		Scan(&s.Repositories, &s.Blobs, &s.Manifests, &s.Tags, &s.Packs, &s.Segments, &s.Layers, &s.Rootfs)
+		Scan(&s.Repositories, &s.Blobs, &s.Manifests, &s.Tags, &s.Packs, &s.Hooks, &s.Layers, &s.Rootfs)
 	return s, database.Known(err)
 }
 

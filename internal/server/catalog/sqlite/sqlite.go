@@ -23,7 +23,7 @@ import (
 // Catalog implements catalog.Catalog: the repositories, what was ingested of them, and their startup sets. The other parts
 // have packages of their own.
 type Catalog struct {
-	*packs.Packs     // where segments rest
+	*packs.Packs     // which there are, and who needs them
 	*garbage.Garbage // what nobody needs
 	*bounds.Bounds   // what repositories may hold
 
@@ -134,10 +134,13 @@ func View(ctx context.Context, path string) (*Catalog, error) {
 func opened(ctx context.Context, path string, db *database.DB, err error) (*Catalog, error) {
 	var c *Catalog
 	if err == nil {
-		c = &Catalog{Packs: packs.New(db), Garbage: garbage.New(db), Bounds: bounds.New(db), db: db}
+		c = &Catalog{Garbage: garbage.New(db), Bounds: bounds.New(db), db: db}
 		c.lease.Store(int64(catalog.DefaultLease))
 		c.window.Store(int64(catalog.DefaultWindow))
-		if err = c.prepare(ctx); err != nil {
+		if c.Packs, err = packs.Open(ctx, db, packs.MostHooks); err == nil {
+			err = c.prepare(ctx)
+		}
+		if err != nil {
 			err = errors.Join(err, db.Close())
 		}
 	}

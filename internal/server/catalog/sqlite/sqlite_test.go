@@ -50,9 +50,8 @@ func TestCrash(t *testing.T) {
 	}
 	crashed := open(t, filepath.Join(after, "db"))
 	defer crashed.Close()
-	locations, err := crashed.Locate(t.Context(), []segment.ID{catalogtest.ID(99)})
-	if err != nil || locations[0].Frame == nil {
-		t.Errorf("a segment of an acknowledged pack: %+v, %v", locations, err)
+	if place(t, crashed, catalogtest.ID(99)) != p.Key {
+		t.Error("a segment of an acknowledged pack is not found")
 	}
 }
 
@@ -155,7 +154,7 @@ func BenchmarkAddPack(b *testing.B) {
 	b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(first), "ns/segment")
 }
 
-func BenchmarkLocate(b *testing.B) {
+func BenchmarkFind(b *testing.B) {
 	const segments = 100_000
 	c := open(b, filepath.Join(b.TempDir(), "db"))
 	defer c.Close()
@@ -175,9 +174,13 @@ func BenchmarkLocate(b *testing.B) {
 				ids[i] = catalogtest.ID(found.first + i)
 			}
 			for b.Loop() {
-				if _, err := c.Locate(b.Context(), ids); err != nil {
-					b.Fatal(err)
+				keep := c.Keep()
+				for batch := range slices.Chunk(ids, 512) {
+					if _, err := keep.Find(b.Context(), batch); err != nil {
+						b.Fatal(err)
+					}
 				}
+				keep.Release()
 			}
 			b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N)/segments, "ns/segment")
 		})

@@ -38,7 +38,9 @@ func withoutUsage() (statements []string) {
 		"blob_removed", "blob_resized", "manifest_removed", "manifest_added"} {
 		statements = append(statements, `DROP TRIGGER `+trigger)
 	}
-	return append(statements, `DROP TABLE usage`, `DROP TABLE manifest_blobs`, `ALTER TABLE tags DROP COLUMN pushed`, `PRAGMA user_version = 6`)
+	return append(statements, `DROP TABLE usage`, `DROP TABLE manifest_blobs`, `ALTER TABLE tags DROP COLUMN pushed`,
+		`DROP TABLE hooks`, `DROP TABLE sampling`, `DROP TABLE damaged`, `CREATE TABLE lost (id BLOB NOT NULL PRIMARY KEY, pack INTEGER NOT NULL) STRICT, WITHOUT ROWID`,
+		`PRAGMA user_version = 6`)
 }
 
 func usagesOf(t *testing.T, c *sqlite.Catalog) []catalog.RepositoryUsage {

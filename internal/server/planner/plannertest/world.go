@@ -30,6 +30,7 @@ type World struct {
 	Objects objects.Store
 	Catalog catalog.Catalog
 	Store   *dedup.Store
+	Places  *dedup.Finder // of all that was stored
 }
 
 // New returns empty stores: a catalog in a directory of the test, objects in
@@ -48,7 +49,9 @@ func New(t testing.TB, store objects.Store) *World {
 	if store == nil {
 		store = objectstest.NewMemory()
 	}
-	return &World{store, cat, &dedup.Store{Objects: store, Catalog: cat}}
+	packs, keep := &dedup.Store{Objects: store, Catalog: cat}, cat.Keep()
+	t.Cleanup(keep.Release)
+	return &World{store, cat, packs, packs.NewFinder(keep)}
 }
 
 // Files are the regular files of a rootfs by absolute path, with their bytes; a
@@ -56,11 +59,18 @@ func New(t testing.TB, store objects.Store) *World {
 // directory are executable.
 type Files map[string]string
 
+// LayerOf returns the blob that Rootfs says a layer is of.
+func LayerOf(diffID digest.Digest) digest.Digest {
+	return digest.FromString("layer of " + string(diffID))
+}
+
 // Rootfs stores a rootfs whose only layer has the given diff ID.
 func (w *World) Rootfs(t testing.TB, diffID digest.Digest, files Files) (*toc.TOC, catalog.Rootfs) {
 	t.Helper()
 	ctx := context.Background()
-	packs := w.Store.NewWriter(ctx, dedup.Options{})
+	keep := w.Catalog.Keep()
+	defer keep.Release()
+	packs := w.Store.NewWriter(ctx, dedup.Options{Keep: keep})
 	defer packs.Close()
 	root := &toc.File{Mode: unix.S_IFDIR | 0o755, Children: map[string]*toc.File{}}
 	var build func(dir *toc.File, rest string) *toc.File
@@ -110,6 +120,9 @@ func (w *World) Rootfs(t testing.TB, diffID digest.Digest, files Files) (*toc.TO
 		f.Content.ID, f.Content.Size = splitter.Content()
 	}
 	if err := packs.Publish(); err != nil {
+		t.Fatal(err)
+	}
+	if err := w.Catalog.PutLayer(ctx, catalog.Layer{Blob: LayerOf(diffID), DiffID: diffID, Entries: "entries/none"}, keep.Packs()...); err != nil {
 		t.Fatal(err)
 	}
 	x, err := toc.Build(identity.ChainID([]digest.Digest{diffID}), root)

@@ -56,42 +56,42 @@ type keep struct {
 // Keep implements catalog.Dedup.
 func (c *Packs) Keep() catalog.Keep { return &keep{c: c, packs: make(map[string]bool)} }
 
-// Locate implements catalog.Keep. It waits for packs that are being replaced: what it finds is then in others.
-func (k *keep) Locate(ctx context.Context, ids []segment.ID) ([]catalog.Location, error) {
+// Find implements catalog.Keep. It waits for packs that are being replaced: what it finds is then in others.
+func (k *keep) Find(ctx context.Context, ids []segment.ID) (catalog.Packs, error) {
 	for {
-		places, err := k.c.Locate(ctx, ids)
+		found, err := k.c.find(ctx, ids)
 		if err != nil {
-			return nil, err
+			return catalog.Packs{}, err
 		}
-		going, more := k.hold(places)
+		going, more := k.hold(found.Keys)
 		if going != nil {
 			select {
 			case <-going:
 			case <-ctx.Done():
-				return nil, ctx.Err()
+				return catalog.Packs{}, ctx.Err()
 			}
 		} else if !more {
-			return places, nil
+			return found, nil
 		}
 		// A pack may have gone between the look and the hold: look again.
 	}
 }
 
-// hold keeps the packs of places and reports whether any was not kept before. If one is being replaced, it returns what
+// hold keeps packs and reports whether any was not kept before. If one is being replaced, it returns what
 // is closed when that has ended.
-func (k *keep) hold(places []catalog.Location) (going chan struct{}, more bool) {
+func (k *keep) hold(packs []string) (going chan struct{}, more bool) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	k.c.kept.mu.Lock()
 	defer k.c.kept.mu.Unlock()
-	for _, p := range places {
-		if p.Frame == nil || k.packs[p.Frame.Pack] {
+	for _, p := range packs {
+		if k.packs[p] {
 			continue
 		}
-		if going = k.c.kept.going[p.Frame.Pack]; going != nil {
+		if going = k.c.kept.going[p]; going != nil {
 			return going, true
 		}
-		k.add(p.Frame.Pack)
+		k.add(p)
 		more = true
 	}
 	return nil, more

@@ -1,8 +1,17 @@
-// Package packs is where segments rest: packs, their frames, and which layers need them.
+// Package packs is which packs there are, which layers need them, and how they are found.
+//
+// The catalog has no row for each segment: a pack has a table of its own. It has hooks, a sample of the segments of
+// each pack. While there are few segments every one is a hook, and no duplicate is missed. When there are more than
+// MostHooks, every second hook goes, and so on, as long as a pack of the usual size has some sixty left: then the number of
+// hooks grows with that of the packs. Duplicates come in runs, so one hook of a run is enough to find the pack.
+//
+// # Older catalogs
+//
+// They have a row for each frame and each segment. Tidy turns those of one pack after the other into hooks, while the
+// server serves, and then drops both tables. Until then Find asks both.
 package packs
 
 import (
-	"bytes"
 	"context"
 	"database/sql"
 	"encoding/binary"
@@ -12,6 +21,9 @@ import (
 	"maps"
 	"slices"
 	"strings"
+	"sync/atomic"
+
+	"github.com/opencontainers/go-digest"
 
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/server/catalog"
@@ -19,313 +31,269 @@ import (
 )
 
 const (
-	idSize      = len(segment.ID{})
-	segmentSize = idSize + 4 // in frames.segments
-	// insertRows is how many segments one statement inserts. SQLite compiles a
-	// row of VALUES to some ten instructions; beyond a few hundred rows nothing
-	// is gained.
-	insertRows = 256
-	// selectIDs is how many rows one statement of locate looks up: measured
-	// with 96,000 segments 2.6 µs each, 12 µs when asked for one by one.
-	selectIDs = 512
+	// MostHooks is how many hooks there may be before they are thinned out.
+	MostHooks = 1 << 20
+	// mostLevel leaves one segment of 128.
+	mostLevel = 7
+	// atOnce is how many rows one statement inserts, looks up or deletes. SQLite compiles a row of VALUES to some ten
+	// instructions; beyond a few hundred rows nothing is gained.
+	atOnce = 512
 )
 
 // Packs is the part of a catalog that knows of packs.
 type Packs struct {
-	db   *database.DB
-	kept kept
+	db    *database.DB
+	kept  kept
+	most  int64        // hooks
+	level atomic.Int64 // as in the table; it never falls
+	old   atomic.Bool  // the tables of an older catalog are there
 }
 
-// New returns that of a file.
-func New(db *database.DB) *Packs { return &Packs{db: db} }
+// Open returns that of a file. It thins hooks out when there are more than most.
+func Open(ctx context.Context, db *database.DB, most int64) (*Packs, error) {
+	c := &Packs{db: db, most: most}
+	var level int64
+	var old bool
+	err := db.Read.QueryRowContext(ctx, `SELECT level, EXISTS (SELECT 1 FROM sqlite_schema WHERE name = 'segments') FROM sampling`).Scan(&level, &old)
+	c.level.Store(level)
+	c.old.Store(old)
+	return c, err
+}
+
+// hook returns the number of a segment in hooks.
+func hook(id segment.ID) int64 { return int64(binary.BigEndian.Uint64(id[:])) }
+
+// hooks returns the numbers of those segments that are hooks, sorted, each once.
+func (c *Packs) hooks(ids []segment.ID) []any {
+	mask := int64(1)<<c.level.Load() - 1
+	var numbers []int64
+	for _, id := range ids {
+		if n := hook(id); n&mask == 0 {
+			numbers = append(numbers, n)
+		}
+	}
+	slices.Sort(numbers)
+	var args []any
+	for _, n := range slices.Compact(numbers) {
+		args = append(args, n)
+	}
+	return args
+}
 
 // AddPack implements catalog.Dedup.
 func (c *Packs) AddPack(ctx context.Context, p catalog.Pack) error {
-	err := c.db.Update(ctx, func(tx *sql.Tx) error { return addPack(ctx, tx, p) })
+	err := c.db.Update(ctx, func(tx *sql.Tx) error {
+		_, err := c.addPack(ctx, tx, p)
+		return err
+	})
 	if err != nil {
 		return fmt.Errorf("record pack %s: %w", p.Key, err)
 	}
 	return nil
 }
 
-func addPack(ctx context.Context, tx *sql.Tx, p catalog.Pack) error {
-	var pack, size int64
-	err := tx.QueryRowContext(ctx, `SELECT id, size FROM packs WHERE key = ?`, p.Key).Scan(&pack, &size)
+func (c *Packs) addPack(ctx context.Context, tx *sql.Tx, p catalog.Pack) (pack int64, err error) {
+	var size int64
+	err = tx.QueryRowContext(ctx, `SELECT id, size FROM packs WHERE key = ?`, p.Key).Scan(&pack, &size)
 	switch {
 	case err == nil && size != p.Size:
-		return fmt.Errorf("it has %d bytes, and was recorded with %d", p.Size, size)
+		return 0, fmt.Errorf("it has %d bytes, and was recorded with %d", p.Size, size)
 	case err == nil:
-		return nil
+		return pack, nil
 	case !errors.Is(err, sql.ErrNoRows):
-		return err
+		return 0, err
 	}
-	err = tx.QueryRowContext(ctx, `INSERT INTO packs (key, size) VALUES (?, ?) RETURNING id`, p.Key, p.Size).Scan(&pack)
+	// Rows may still name packs that are gone: their numbers are not used again.
+	err = tx.QueryRowContext(ctx, `INSERT INTO packs (id, key, size) VALUES (1 + max((SELECT coalesce(max(id), 0) FROM packs),
+		(SELECT coalesce(max(pack), 0) FROM layer_packs), (SELECT coalesce(max(pack), 0) FROM damaged)), ?, ?) RETURNING id`, p.Key, p.Size).Scan(&pack)
 	if err != nil {
-		return err
+		return 0, err
 	}
-
-	insertFrame, err := tx.PrepareContext(ctx, `INSERT INTO frames (pack, offset, length, raw_length, segments)
-		VALUES (?, ?, ?, ?, ?)`)
-	if err != nil {
-		return err
+	ids := idsOf(p.Frames)
+	if slices.Contains(ids, segment.ID{}) {
+		return 0, errors.New("it has a hole, which is never stored")
 	}
-	defer insertFrame.Close()
-	type row struct {
-		id    *segment.ID
-		frame int64
-		index int
+	if err := c.putHooks(ctx, tx, pack, ids, "REPLACE"); err != nil {
+		return 0, err
 	}
-	var rows []row
-	for _, f := range p.Frames {
-		packed := make([]byte, 0, len(f.Segments)*segmentSize)
-		for _, s := range f.Segments {
-			if s.ID.IsHole() {
-				return fmt.Errorf("the frame at %d has a hole, which is never stored", f.Offset)
-			}
-			packed = append(packed, s.ID[:]...)
-			packed = binary.BigEndian.AppendUint32(packed, s.Length)
-		}
-		r, err := insertFrame.ExecContext(ctx, pack, f.Offset, f.Length, f.RawLength, packed)
-		if err != nil {
-			return err
-		}
-		frame, err := r.LastInsertId()
-		if err != nil {
-			return err
-		}
-		for i := range f.Segments {
-			rows = append(rows, row{&f.Segments[i].ID, frame, i})
-		}
-	}
-	// In the order of the table every page is written once. Stable: the first
-	// of two equal segments stays the first.
-	slices.SortStableFunc(rows, func(a, b row) int { return compareIDs(*a.id, *b.id) })
-
-	insert := func(n int) (*sql.Stmt, error) {
-		return tx.PrepareContext(ctx, `INSERT INTO segments (id, frame, idx) VALUES (?, ?, ?)`+
-			strings.Repeat(`, (?, ?, ?)`, n-1)+` ON CONFLICT (id) DO NOTHING`)
-	}
-	var many *sql.Stmt
-	args := make([]any, 0, 3*insertRows)
-	for batch := range slices.Chunk(rows, insertRows) {
-		args = args[:0]
-		for _, r := range batch {
-			args = append(args, r.id[:], r.frame, r.index)
-		}
-		stmt := many
-		if stmt == nil || len(batch) < insertRows {
-			if stmt, err = insert(len(batch)); err != nil {
-				return err
-			}
-			defer stmt.Close()
-			if len(batch) == insertRows {
-				many = stmt
-			}
-		}
-		if _, err := stmt.ExecContext(ctx, args...); err != nil {
-			return err
-		}
-	}
-	return found(ctx, tx)
+	return pack, again(ctx, tx, pack, ids)
 }
 
-// found has layers that need segments which were lost need the packs that are their places now.
-func found(ctx context.Context, tx *sql.Tx) error {
-	if _, err := tx.ExecContext(ctx, `INSERT INTO layer_packs SELECT DISTINCT lp.layer, f.pack FROM lost l
-		JOIN segments s ON s.id = l.id JOIN frames f ON f.id = s.frame JOIN layer_packs lp ON lp.pack = l.pack
-		WHERE true ON CONFLICT DO NOTHING`); err != nil {
+func idsOf(frames []catalog.Frame) (ids []segment.ID) {
+	for _, f := range frames {
+		for i := range f.Segments {
+			ids = append(ids, f.Segments[i].ID)
+		}
+	}
+	return ids
+}
+
+// putHooks inserts the hooks of a pack, in the order of the table, so that every page is written once.
+func (c *Packs) putHooks(ctx context.Context, tx *sql.Tx, pack int64, ids []segment.ID, or string) error {
+	var args []any
+	for batch := range slices.Chunk(c.hooks(ids), atOnce) {
+		args = args[:0]
+		for _, n := range batch {
+			args = append(args, n, pack)
+		}
+		if _, err := tx.ExecContext(ctx, `INSERT OR `+or+` INTO hooks (id, pack) VALUES (?, ?)`+strings.Repeat(`, (?, ?)`, len(batch)-1), args...); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// dropHooks deletes the hooks of a pack.
+func (c *Packs) dropHooks(ctx context.Context, tx *sql.Tx, pack int64, ids []segment.ID) error {
+	for batch := range slices.Chunk(c.hooks(ids), atOnce) {
+		if _, err := tx.ExecContext(ctx, `DELETE FROM hooks WHERE pack = ? AND id IN (`+marks(len(batch))+`)`, append([]any{pack}, batch...)...); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func marks(n int) string { return `?` + strings.Repeat(`, ?`, n-1) }
+
+// again has layers that need a damaged segment need a pack that has it.
+func again(ctx context.Context, tx *sql.Tx, pack int64, ids []segment.ID) error {
+	damaged, err := database.TextOf(ctx, tx, `SELECT DISTINCT id FROM damaged`)
+	if err != nil || len(damaged) == 0 {
 		return err
 	}
-	_, err := tx.ExecContext(ctx, `DELETE FROM lost WHERE id IN (SELECT l.id FROM lost l JOIN segments s ON s.id = l.id)`)
-	return err
+	there := make(map[segment.ID]bool, len(ids))
+	for _, id := range ids {
+		there[id] = true
+	}
+	for _, d := range damaged {
+		if id := segment.ID([]byte(d)); there[id] {
+			if _, err := tx.ExecContext(ctx, `INSERT INTO layer_packs SELECT DISTINCT layer, ?1 FROM layer_packs WHERE pack IN (SELECT pack FROM damaged WHERE id = ?2)
+				ON CONFLICT DO NOTHING`, pack, id[:]); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
 }
 
 // Forget implements catalog.Dedup.
-func (c *Packs) Forget(ctx context.Context, ids []segment.ID) error {
+func (c *Packs) Forget(ctx context.Context, damaged []catalog.Resting) error {
 	err := c.db.Update(ctx, func(tx *sql.Tx) error {
-		for batch := range slices.Chunk(ids, selectIDs) {
-			args := make([]any, len(batch))
-			for i := range batch {
-				args[i] = batch[i][:]
-			}
-			in := `IN (?` + strings.Repeat(`, ?`, len(args)-1) + `)`
-			// Who needs them knows this pack: what becomes their place is one that these need too.
-			if _, err := tx.ExecContext(ctx, `INSERT OR IGNORE INTO lost SELECT s.id, f.pack FROM segments s JOIN frames f ON f.id = s.frame
-				WHERE s.id `+in, args...); err != nil {
-				return err
-			}
-			if _, err := tx.ExecContext(ctx, `DELETE FROM segments WHERE id `+in, args...); err != nil {
+		for i := range damaged {
+			if _, err := tx.ExecContext(ctx, `INSERT OR IGNORE INTO damaged SELECT id, ? FROM packs WHERE key = ?`, damaged[i].ID[:], damaged[i].Pack); err != nil {
 				return err
 			}
 		}
 		return nil
 	})
 	if err != nil {
-		return fmt.Errorf("forget %d segments: %w", len(ids), err)
+		return fmt.Errorf("forget %d segments: %w", len(damaged), err)
 	}
 	return nil
 }
 
-// Locate implements catalog.Dedup.
-func (c *Packs) Locate(ctx context.Context, ids []segment.ID) ([]catalog.Location, error) {
-	locations, err := c.locate(ctx, ids)
-	if err != nil {
-		return nil, fmt.Errorf("locate %d segments: %w", len(ids), err)
+// PacksOf implements catalog.Dedup.
+func (c *Packs) PacksOf(ctx context.Context, layers []digest.Digest, rootfs digest.Digest) (p catalog.Packs, err error) {
+	list, err := json.Marshal(layers)
+	if err == nil {
+		p, err = c.found(ctx, `SELECT DISTINCT pack FROM layer_packs WHERE layer IN (SELECT value FROM json_each(?1)
+			UNION SELECT r.digest FROM images i JOIN refs r ON r.repo = i.repo AND r.manifest = i.manifest WHERE i.chain_id = ?2 AND ?2 <> '')`, string(list), rootfs.String())
 	}
-	return locations, nil
+	if err != nil {
+		return p, fmt.Errorf("packs of %d layers: %w", len(layers), database.Known(err))
+	}
+	return p, nil
 }
 
-func (c *Packs) locate(ctx context.Context, ids []segment.ID) ([]catalog.Location, error) {
-	// One transaction, so that a pack is there as a whole or not at all.
+// found returns the packs whose numbers a query selects.
+func (c *Packs) found(ctx context.Context, query string, args ...any) (p catalog.Packs, err error) {
 	tx, err := c.db.Read.BeginTx(ctx, nil)
 	if err != nil {
-		return nil, err
+		return p, err
 	}
-	defer tx.Rollback()
-
-	wanted := slices.Clone(ids)
-	slices.SortFunc(wanted, compareIDs)
-	wanted = slices.Compact(wanted)
-	type place struct {
-		frame int64 // its ID in the table; 0: not stored
-		index int
+	defer tx.Rollback() //nolint:errcheck // it only reads
+	all := map[int64]string{}
+	err = foundIn(ctx, tx, all, query, args...)
+	if err == nil {
+		err = describe(ctx, tx, all, &p)
 	}
-	places := make([]place, len(wanted))
-	frames := make(map[int64]*catalog.Frame)
-	var id sql.RawBytes
-	var p place
-	first := 0 // of the batch, in wanted
-	for batch := range slices.Chunk(wanted, selectIDs) {
-		args := make([]any, len(batch))
-		for i := range batch {
-			args[i] = batch[i][:]
-		}
-		err := query(ctx, tx, `SELECT id, frame, idx FROM segments WHERE id IN `, args, func() error {
-			i, ok := slices.BinarySearchFunc(batch, segment.ID(id), compareIDs)
-			if !ok {
-				return fmt.Errorf("segment %x was not asked for", id)
-			}
-			places[first+i] = p
-			frames[p.frame] = nil
-			return nil
-		}, &id, &p.frame, &p.index)
-		if err != nil {
-			return nil, err
-		}
-		first += len(batch)
-	}
-	if err := loadFrames(ctx, tx, frames); err != nil {
-		return nil, err
-	}
-
-	locations := make([]catalog.Location, len(ids))
-	for i := range ids {
-		j, _ := slices.BinarySearchFunc(wanted, ids[i], compareIDs)
-		if p := places[j]; p.frame != 0 {
-			f := frames[p.frame]
-			if f == nil || p.index >= len(f.Segments) || f.Segments[p.index].ID != ids[i] {
-				return nil, fmt.Errorf("segment %s is not in frame %d, where it was recorded", ids[i], p.frame)
-			}
-			locations[i] = catalog.Location{Frame: f, Index: p.index}
-		}
-	}
-	return locations, nil
+	return p, err
 }
 
-func compareIDs(a, b segment.ID) int { return bytes.Compare(a[:], b[:]) }
-
-// loadFrames sets the values of frames, which has the wanted IDs as keys.
-func loadFrames(ctx context.Context, tx *sql.Tx, frames map[int64]*catalog.Frame) error {
-	packs := make(map[int64]string) // by ID, the keys
-	ids := slices.Sorted(maps.Keys(frames))
-	var id, pack int64
-	var f catalog.Frame
-	var segments sql.RawBytes
-	for batch := range slices.Chunk(ids, selectIDs) {
-		args := make([]any, len(batch))
-		for i := range batch {
-			args[i] = batch[i]
-		}
-		err := query(ctx, tx, `SELECT id, pack, offset, length, raw_length, segments FROM frames WHERE id IN `, args, func() error {
-			var err error
-			if f.Segments, err = decodeSegments(segments); err != nil {
-				return err
-			}
-			if _, ok := packs[pack]; !ok {
-				var key string
-				if err := tx.QueryRowContext(ctx, `SELECT key FROM packs WHERE id = ?`, pack).Scan(&key); err != nil {
-					return err
-				}
-				packs[pack] = key
-			}
-			f.Pack = packs[pack]
-			frame := f
-			frames[id] = &frame
-			return nil
-		}, &id, &pack, &f.Offset, &f.Length, &f.RawLength, &segments)
-		if err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-// query asks for the rows whose key is one of keys, and calls fn with each
-// scanned to dest.
-func query(ctx context.Context, tx *sql.Tx, statement string, keys []any, fn func() error, dest ...any) error {
-	rows, err := tx.QueryContext(ctx, statement+`(?`+strings.Repeat(`, ?`, len(keys)-1)+`)`, keys...)
+// foundIn adds packs whose numbers a query selects, those that there are.
+func foundIn(ctx context.Context, tx *sql.Tx, all map[int64]string, query string, args ...any) error {
+	rows, err := tx.QueryContext(ctx, `SELECT id, key FROM packs WHERE id IN (`+query+`)`, args...)
 	if err != nil {
 		return err
 	}
 	defer rows.Close()
 	for rows.Next() {
-		if err := rows.Scan(dest...); err != nil {
+		var id int64
+		var key string
+		if err := rows.Scan(&id, &key); err != nil {
 			return err
 		}
-		if err := fn(); err != nil {
-			return err
-		}
+		all[id] = key
 	}
 	return rows.Err()
 }
 
-// decodeSegments reads frames.segments.
-func decodeSegments(b []byte) ([]catalog.FrameSegment, error) {
-	if len(b)%segmentSize != 0 {
-		return nil, fmt.Errorf("a frame's segments have %d bytes, not a multiple of %d", len(b), segmentSize)
+// describe makes the answer of packs by number.
+func describe(ctx context.Context, tx *sql.Tx, all map[int64]string, p *catalog.Packs) error {
+	ids := slices.Sorted(maps.Keys(all))
+	for _, id := range ids {
+		p.Keys = append(p.Keys, all[id])
 	}
-	segments := make([]catalog.FrameSegment, len(b)/segmentSize)
-	for i := range segments {
-		s := b[i*segmentSize:][:segmentSize]
-		segments[i] = catalog.FrameSegment{ID: segment.ID(s), Length: binary.BigEndian.Uint32(s[idSize:])}
-	}
-	return segments, nil
-}
-
-// packFrame is a frame with its ID.
-type packFrame struct {
-	id int64
-	catalog.Frame
-}
-
-func framesOf(ctx context.Context, tx *sql.Tx, pack int64) (frames []packFrame, err error) {
-	rows, err := tx.QueryContext(ctx, `SELECT id, offset, length, raw_length, segments FROM frames WHERE pack = ? ORDER BY offset`, pack)
+	list, err := json.Marshal(ids)
 	if err != nil {
-		return nil, err
+		return err
+	}
+	rows, err := tx.QueryContext(ctx, `SELECT pack, id FROM damaged WHERE pack IN (SELECT value FROM json_each(?))`, string(list))
+	if err != nil {
+		return err
 	}
 	defer rows.Close()
 	for rows.Next() {
-		var f packFrame
-		var segments sql.RawBytes
-		if err := rows.Scan(&f.id, &f.Offset, &f.Length, &f.RawLength, &segments); err != nil {
-			return nil, err
+		var pack int64
+		var id sql.RawBytes
+		if err := rows.Scan(&pack, &id); err != nil {
+			return err
 		}
-		if f.Segments, err = decodeSegments(segments); err != nil {
-			return nil, err
+		if p.Damaged == nil {
+			p.Damaged = make(map[catalog.Resting]bool)
 		}
-		frames = append(frames, f)
+		p.Damaged[catalog.Resting{Pack: all[pack], ID: segment.ID(id)}] = true
 	}
-	return frames, rows.Err()
+	return rows.Err()
+}
+
+// find is Keep.Find without keeping.
+func (c *Packs) find(ctx context.Context, ids []segment.ID) (p catalog.Packs, err error) {
+	fail := func(err error) (catalog.Packs, error) {
+		return p, fmt.Errorf("find %d segments: %w", len(ids), database.Known(err))
+	}
+	tx, err := c.db.Read.BeginTx(ctx, nil)
+	if err != nil {
+		return fail(err)
+	}
+	defer tx.Rollback() //nolint:errcheck // it only reads
+	all := map[int64]string{}
+	for batch := range slices.Chunk(c.hooks(ids), atOnce) {
+		if err := foundIn(ctx, tx, all, `SELECT pack FROM hooks WHERE id IN (`+marks(len(batch))+`)`, batch...); err != nil {
+			return fail(err)
+		}
+	}
+	if c.old.Load() {
+		if err := findOld(ctx, tx, all, ids); err != nil {
+			return fail(err)
+		}
+	}
+	if len(all) > 0 {
+		if err := describe(ctx, tx, all, &p); err != nil {
+			return fail(err)
+		}
+	}
+	return p, nil
 }
 
 // PacksKnown implements catalog.Dedup.
@@ -350,28 +318,16 @@ func (c *Packs) PacksAfter(ctx context.Context, after string, limit int) ([]stri
 	return keys, nil
 }
 
-// Pack returns what was recorded of a pack; its frames in the order of their offsets. Errors: catalog.ErrNotFound.
-func (c *Packs) Pack(ctx context.Context, key string) (catalog.Pack, error) {
+// Pack returns what was recorded of a pack, without its frames, and what in it is damaged. Errors: catalog.ErrNotFound.
+func (c *Packs) Pack(ctx context.Context, key string) (catalog.Pack, catalog.Packs, error) {
 	p := catalog.Pack{Key: key}
-	err := func() error {
-		tx, err := c.db.Read.BeginTx(ctx, nil)
-		if err != nil {
-			return err
-		}
-		defer tx.Rollback() //nolint:errcheck // it only reads
-		var id int64
-		if err := tx.QueryRowContext(ctx, `SELECT id, size FROM packs WHERE key = ?`, key).Scan(&id, &p.Size); err != nil {
-			return err
-		}
-		frames, err := framesOf(ctx, tx, id)
-		for _, f := range frames {
-			f.Pack = key
-			p.Frames = append(p.Frames, f.Frame)
-		}
-		return err
-	}()
-	if err != nil {
-		return p, fmt.Errorf("pack %s: %w", key, database.Known(err))
+	err := c.db.Read.QueryRowContext(ctx, `SELECT size FROM packs WHERE key = ?`, key).Scan(&p.Size)
+	var of catalog.Packs
+	if err == nil {
+		of, err = c.found(ctx, `SELECT id FROM packs WHERE key = ?`, key)
 	}
-	return p, nil
+	if err != nil {
+		return p, of, fmt.Errorf("pack %s: %w", key, database.Known(err))
+	}
+	return p, of, nil
 }

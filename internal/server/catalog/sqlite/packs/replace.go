@@ -8,12 +8,14 @@ import (
 	"fmt"
 	"strings"
 
+	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/server/catalog"
+	"hydrofoil.dev/foil/internal/server/catalog/sqlite/database"
 )
 
-// ReplacePack forgets a pack with all that it is the place of, and records another one, if it is not nil, in one
-// transaction. What of the old one is not in the new one is lost: layers that need it need what becomes its place. Errors:
-// catalog.ErrNotFound; catalog.ErrInUse while an ingest relies on the pack.
+// ReplacePack forgets a pack and records another one, if it is not nil, in one transaction. Layers that need the old one need
+// the new one. What of the old one's frames is not in the new one is lost: layers that need it need what will have it.
+// Errors: catalog.ErrNotFound; catalog.ErrInUse while an ingest relies on the pack.
 func (c *Packs) ReplacePack(ctx context.Context, old catalog.Pack, with *catalog.Pack) error {
 	fail := func(err error) error { return fmt.Errorf("replace pack %s: %w", old.Key, err) }
 	keys := []string{old.Key}
@@ -21,63 +23,15 @@ func (c *Packs) ReplacePack(ctx context.Context, old catalog.Pack, with *catalog
 		return fail(catalog.ErrInUse)
 	}
 	defer c.kept.end(keys)
-	if err := c.db.Update(ctx, func(tx *sql.Tx) error { return replacePack(ctx, tx, old, with) }); err != nil {
+	err := c.db.Update(ctx, func(tx *sql.Tx) error {
+		var id int64
+		if err := tx.QueryRowContext(ctx, `SELECT id FROM packs WHERE key = ?`, old.Key).Scan(&id); err != nil {
+			return err
+		}
+		return c.replace(ctx, tx, []int64{id}, [][]catalog.Frame{old.Frames}, with, true)
+	})
+	if err != nil {
 		return fail(err)
-	}
-	return nil
-}
-
-func replacePack(ctx context.Context, tx *sql.Tx, old catalog.Pack, with *catalog.Pack) error {
-	var id int64
-	if err := tx.QueryRowContext(ctx, `SELECT id FROM packs WHERE key = ?`, old.Key).Scan(&id); err != nil {
-		return err
-	}
-	frames, err := framesOf(ctx, tx, id)
-	if err != nil {
-		return err
-	}
-	heir := id // whose layers need what is lost
-	if with != nil {
-		if err := moveSegments(ctx, tx, fmt.Sprintf("[%d]", id), with); err != nil {
-			return err
-		}
-		if err := tx.QueryRowContext(ctx, `SELECT id FROM packs WHERE key = ?`, with.Key).Scan(&heir); err != nil {
-			return err
-		}
-	}
-	// A segment that rests elsewhere stays there.
-	lose, err := tx.PrepareContext(ctx, `INSERT INTO lost SELECT id, ?1 FROM segments WHERE id = ?2 AND frame = ?3
-		ON CONFLICT (id) DO UPDATE SET pack = excluded.pack`)
-	if err != nil {
-		return err
-	}
-	defer lose.Close()
-	forget, err := tx.PrepareContext(ctx, `DELETE FROM segments WHERE id = ? AND frame = ?`)
-	if err != nil {
-		return err
-	}
-	defer forget.Close()
-	for _, f := range frames {
-		for i := range f.Segments {
-			if _, err := lose.ExecContext(ctx, heir, f.Segments[i].ID[:], f.id); err != nil {
-				return err
-			}
-			if _, err := forget.ExecContext(ctx, f.Segments[i].ID[:], f.id); err != nil {
-				return err
-			}
-		}
-	}
-	statements := []string{`DELETE FROM frames WHERE pack = ?1`}
-	if heir != id {
-		if _, err := tx.ExecContext(ctx, `UPDATE lost SET pack = ? WHERE pack = ?`, heir, id); err != nil {
-			return err
-		}
-		statements = append(statements, `DELETE FROM layer_packs WHERE pack = ?1`)
-	}
-	for _, statement := range append(statements, `DELETE FROM packs WHERE id = ?1`) {
-		if _, err := tx.ExecContext(ctx, statement, id); err != nil {
-			return err
-		}
 	}
 	return nil
 }
@@ -95,88 +49,92 @@ func (c *Packs) ReplacePacks(ctx context.Context, packs []catalog.PackUse, by *c
 		return fail(catalog.ErrInUse)
 	}
 	defer c.kept.end(keys)
-	if err := c.db.Update(ctx, func(tx *sql.Tx) error { return replacePacks(ctx, tx, packs, by) }); err != nil {
+	err := c.db.Update(ctx, func(tx *sql.Tx) error {
+		var ids []int64
+		var frames [][]catalog.Frame
+		for _, p := range packs {
+			var id int64
+			err := tx.QueryRowContext(ctx, `SELECT id FROM packs p WHERE key = ? AND used = ?`, p.Key, p.Used).Scan(&id)
+			if errors.Is(err, sql.ErrNoRows) {
+				return catalog.ErrInUse
+			}
+			if err != nil {
+				return err
+			}
+			ids, frames = append(ids, id), append(frames, p.Frames)
+		}
+		return c.replace(ctx, tx, ids, frames, by, false)
+	})
+	if err != nil {
 		return fail(err)
 	}
 	return nil
 }
 
-func replacePacks(ctx context.Context, tx *sql.Tx, packs []catalog.PackUse, by *catalog.Pack) error {
-	var ids []int64
-	for _, p := range packs {
-		var id int64
-		err := tx.QueryRowContext(ctx, `SELECT id FROM packs p WHERE key = ? AND used = ?
-			AND NOT EXISTS (SELECT 1 FROM lost JOIN layer_packs USING (pack) WHERE pack = p.id)`, p.Key, p.Used).Scan(&id)
-		if errors.Is(err, sql.ErrNoRows) {
-			return catalog.ErrInUse
-		}
-		if err != nil {
-			return err
-		}
-		ids = append(ids, id)
-	}
-	old, err := json.Marshal(ids)
+// replace forgets packs, by number, with their frames as far as these are known. with takes their place for layers; nil:
+// nothing does. If lost, layers need what of them is not in with, and else nobody does.
+func (c *Packs) replace(ctx context.Context, tx *sql.Tx, olds []int64, frames [][]catalog.Frame, with *catalog.Pack, lost bool) error {
+	list, err := json.Marshal(olds)
 	if err != nil {
 		return err
 	}
-	if by != nil {
-		if err := moveSegments(ctx, tx, string(old), by); err != nil {
+	old := string(list)
+	heir := olds[0] // by what number layers know what is lost
+	here := make(map[segment.ID]bool)
+	if with != nil {
+		if heir, err = c.addPack(ctx, tx, *with); err != nil {
+			return err
+		}
+		for _, id := range idsOf(with.Frames) {
+			here[id] = true
+		}
+		if _, err := tx.ExecContext(ctx, `INSERT INTO layer_packs SELECT DISTINCT layer, ?1 FROM layer_packs WHERE pack IN (SELECT value FROM json_each(?2))
+			ON CONFLICT DO NOTHING`, heir, old); err != nil {
 			return err
 		}
 	}
-	forget, err := tx.PrepareContext(ctx, `DELETE FROM segments WHERE id = ? AND frame = ?`)
+	gone, err := database.TextOf(ctx, tx, `SELECT id FROM damaged WHERE pack IN (SELECT value FROM json_each(?))`, old)
 	if err != nil {
 		return err
 	}
-	defer forget.Close()
-	for _, id := range ids {
-		frames, err := framesOf(ctx, tx, id)
-		if err != nil {
+	missing := make(map[segment.ID]bool)
+	for _, id := range gone {
+		missing[segment.ID([]byte(id))] = true
+	}
+	for i := range olds {
+		ids := idsOf(frames[i])
+		if err := c.dropHooks(ctx, tx, olds[i], ids); err != nil {
 			return err
 		}
-		for _, f := range frames {
-			for i := range f.Segments {
-				if _, err := forget.ExecContext(ctx, f.Segments[i].ID[:], f.id); err != nil {
-					return err
-				}
+		if lost {
+			for _, id := range ids {
+				missing[id] = true
 			}
 		}
-	}
-	for _, table := range []string{`frames WHERE pack`, `layer_packs WHERE pack`, `lost WHERE pack`, `packs WHERE id`} {
-		if _, err := tx.ExecContext(ctx, `DELETE FROM `+table+` IN (SELECT value FROM json_each(?))`, string(old)); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-// moveSegments records a pack, and makes it the place of segments that have it in one of the old ones.
-func moveSegments(ctx context.Context, tx *sql.Tx, old string, by *catalog.Pack) error {
-	if err := addPack(ctx, tx, *by); err != nil { // segments that are known keep their places
-		return err
-	}
-	var pack int64
-	if err := tx.QueryRowContext(ctx, `SELECT id FROM packs WHERE key = ?`, by.Key).Scan(&pack); err != nil {
-		return err
-	}
-	move, err := tx.PrepareContext(ctx, `UPDATE segments SET frame = ?1, idx = ?2 WHERE id = ?3
-		AND (SELECT pack FROM frames WHERE id = segments.frame) IN (SELECT value FROM json_each(?4))`)
-	if err != nil {
-		return err
-	}
-	defer move.Close()
-	frames, err := framesOf(ctx, tx, pack)
-	if err != nil {
-		return err
-	}
-	for _, f := range frames {
-		for i := range f.Segments {
-			if _, err := move.ExecContext(ctx, f.id, i, f.Segments[i].ID[:], old); err != nil {
+		if c.old.Load() {
+			if _, err := c.dropFrames(ctx, tx, olds[i], -1); err != nil {
 				return err
 			}
 		}
 	}
-	_, err = tx.ExecContext(ctx, `INSERT INTO layer_packs SELECT DISTINCT layer, ?1 FROM layer_packs WHERE pack IN (SELECT value FROM json_each(?2))
-		ON CONFLICT DO NOTHING`, pack, old)
+	if _, err := tx.ExecContext(ctx, `DELETE FROM damaged WHERE pack IN (SELECT value FROM json_each(?))`, old); err != nil {
+		return err
+	}
+	if with != nil || lost {
+		for id := range missing {
+			if here[id] {
+				continue
+			}
+			if _, err := tx.ExecContext(ctx, `INSERT OR IGNORE INTO damaged VALUES (?, ?)`, heir, id[:]); err != nil {
+				return err
+			}
+		}
+	}
+	if with != nil || !lost { // else they still need what is lost
+		if _, err := tx.ExecContext(ctx, `DELETE FROM layer_packs WHERE pack IN (SELECT value FROM json_each(?))`, old); err != nil {
+			return err
+		}
+	}
+	_, err = tx.ExecContext(ctx, `DELETE FROM packs WHERE id IN (SELECT value FROM json_each(?))`, old)
 	return err
 }

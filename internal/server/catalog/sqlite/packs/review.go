@@ -6,7 +6,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"slices"
 	"time"
 
 	"github.com/opencontainers/go-digest"
@@ -119,7 +118,7 @@ func (c *Packs) packUses(ctx context.Context, query string, args ...any) (packs 
 	return packs, nil
 }
 
-// readUse reads the frames of a pack, which of their segments have their place there, and which layers need it.
+// readUse reads which layers need a pack, and what in it is damaged.
 func readUse(ctx context.Context, tx *sql.Tx, id int64, p *catalog.PackUse) error {
 	layers, err := database.TextOf(ctx, tx, `SELECT layer FROM layer_packs WHERE pack = ?`, id)
 	if err != nil {
@@ -128,36 +127,13 @@ func readUse(ctx context.Context, tx *sql.Tx, id int64, p *catalog.PackUse) erro
 	for _, l := range layers {
 		p.Layers = append(p.Layers, digest.Digest(l))
 	}
-	frames, err := framesOf(ctx, tx, id)
-	if err != nil {
+	var of catalog.Packs
+	if err := describe(ctx, tx, map[int64]string{id: p.Key}, &of); err != nil {
 		return err
 	}
-	p.Here = make(map[segment.ID]bool)
-	var wanted []any
-	at := make(map[segment.ID]int64)
-	for _, f := range frames {
-		f.Pack = p.Key
-		p.Frames = append(p.Frames, f.Frame)
-		for i := range f.Segments {
-			id := f.Segments[i].ID
-			if _, ok := at[id]; !ok {
-				at[id] = f.id
-				wanted = append(wanted, id[:])
-			}
-		}
-	}
-	var row sql.RawBytes
-	var frame int64
-	for batch := range slices.Chunk(wanted, selectIDs) {
-		err := query(ctx, tx, `SELECT id, frame FROM segments WHERE id IN `, batch, func() error {
-			if id := segment.ID(row); at[id] == frame {
-				p.Here[id] = true
-			}
-			return nil
-		}, &row, &frame)
-		if err != nil {
-			return err
-		}
+	p.Damaged = make(map[segment.ID]bool, len(of.Damaged))
+	for at := range of.Damaged {
+		p.Damaged[at.ID] = true
 	}
 	return nil
 }

@@ -144,6 +144,30 @@ func Migrations() []string {
 	`,
 		garbageSchema(),
 		usageMigration(),
+		`
+	-- By which a pack is found that may hold a segment: the first eight bytes of the segment's ID, as a number. A pack has
+	-- one for each segment, or, at level n, for those whose number is divisible by 2^n.
+	CREATE TABLE hooks (
+		id   INTEGER PRIMARY KEY,
+		pack INTEGER NOT NULL -- the newest of them
+	) STRICT;
+	CREATE TABLE sampling (
+		id    INTEGER PRIMARY KEY CHECK (id = 1),
+		level INTEGER NOT NULL
+	) STRICT;
+	INSERT INTO sampling VALUES (1, 0);
+
+	-- Segments that a pack does not have, whatever its table says, or once had. Who needs the pack needs what has them now.
+	CREATE TABLE damaged (
+		pack INTEGER NOT NULL,
+		id   BLOB    NOT NULL,
+		PRIMARY KEY (pack, id)
+	) STRICT, WITHOUT ROWID;
+	CREATE INDEX damaged_by_id ON damaged (id);
+	INSERT INTO damaged SELECT pack, id FROM lost;
+	DROP TABLE lost;
+	-- What frames and segments have becomes hooks later: package packs.
+	`,
 	}
 }
 
