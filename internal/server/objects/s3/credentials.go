@@ -6,7 +6,6 @@ import (
 	"os"
 	"path/filepath"
 	"sync"
-	"time"
 
 	"github.com/minio/minio-go/v7/pkg/credentials"
 )
@@ -75,7 +74,7 @@ type fileCredentials struct {
 	file, profile string
 
 	mu   sync.Mutex
-	seen time.Time // guarded by mu: the file's time of change when it was read
+	seen os.FileInfo // guarded by mu: the file as it was when it was read
 }
 
 // RetrieveWithCredContext implements credentials.Provider.
@@ -93,7 +92,7 @@ func (p *fileCredentials) RetrieveWithCredContext(cc *credentials.CredContext) (
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.seen = info.ModTime()
+	p.seen = info
 	return v, nil
 }
 
@@ -107,5 +106,6 @@ func (p *fileCredentials) IsExpired() bool {
 	info, err := os.Stat(p.file)
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	return err == nil && !info.ModTime().Equal(p.seen)
+	// Two versions that were written at once have one time of change; the kernel's clock for it has ticks of milliseconds.
+	return err == nil && (p.seen == nil || !os.SameFile(info, p.seen) || info.Size() != p.seen.Size() || !info.ModTime().Equal(p.seen.ModTime()))
 }
