@@ -240,7 +240,8 @@ func TestWrongBlob(t *testing.T) {
 	} else if len(a.body) == len(b) {
 		t.Error("the last byte was sent")
 	}
-	if !strings.Contains(f.log.String(), "its bytes have the digest "+digest.FromBytes(bad).String()) {
+	// On a busy machine the answer may come in two pieces, and then it is begun again.
+	if log := f.log.String(); !strings.Contains(log, "its bytes have the digest "+digest.FromBytes(bad).String()) && !strings.Contains(log, "put together are wrong") {
 		t.Error("the log does not say what is wrong")
 	}
 	if _, err := f.store.Stat(t.Context(), catalog.BlobKey(d)); !errors.Is(err, objects.ErrNotFound) {
