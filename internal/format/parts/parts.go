@@ -4,6 +4,7 @@ package parts
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"sort"
@@ -18,6 +19,9 @@ const (
 // Make writes part i of a stream to w: exactly the bytes that it has. What w returns ends
 // it.
 type Make func(ctx context.Context, i int, w io.Writer) error
+
+// ErrLength is returned, wrapped, when a part has more or fewer bytes than it should.
+var ErrLength = errors.New("a part has another length")
 
 // Write writes bytes from (included) to (excluded) of a stream whose part i begins at begins[i], and
 // whose last part ends at size. Up to workers parts are made at once; of each up to 16 MiB
@@ -121,7 +125,7 @@ func newPart(ctx context.Context, n int64) *part {
 // Write takes bytes. The first ones are passed on at once.
 func (p *part) Write(b []byte) (int, error) {
 	if p.rest -= int64(len(b)); p.rest < 0 {
-		return 0, fmt.Errorf("a part has %d bytes too many", -p.rest)
+		return 0, fmt.Errorf("%w: %d bytes too many", ErrLength, -p.rest)
 	}
 	p.piece = append(p.piece, b...)
 	if !p.begun && len(b) > 0 || len(p.piece) >= piece {
@@ -146,7 +150,7 @@ func (p *part) pass() error {
 // done ends it.
 func (p *part) done(err error) {
 	if err == nil && p.rest > 0 {
-		err = fmt.Errorf("a part lacks %d bytes: %w", p.rest, io.ErrUnexpectedEOF)
+		err = fmt.Errorf("%w: it lacks %d bytes: %w", ErrLength, p.rest, io.ErrUnexpectedEOF)
 	}
 	if err == nil && len(p.piece) > 0 {
 		err = p.pass()

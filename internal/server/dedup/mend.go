@@ -98,6 +98,22 @@ func Damage(err error) bool {
 	return false
 }
 
+// Sound reads a pack, as it says itself what it holds, and returns what is wrong with it. Errors: those of Damage; others that may be over
+// the next time.
+func (s *Store) Sound(ctx context.Context, key string) error {
+	p, err := s.ReadPack(ctx, key)
+	if err != nil {
+		return err
+	}
+	var raw []byte
+	for i := range p.Frames {
+		if raw, err = s.soundFrame(ctx, p, &p.Frames[i], raw); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 // soundFrame reads a frame and compares all of its segments with their IDs.
 func (s *Store) soundFrame(ctx context.Context, p catalog.Pack, f *catalog.Frame, buf []byte) ([]byte, error) {
 	encoded, err := s.ReadFrame(ctx, f)
