@@ -26,6 +26,9 @@ func (b *Bytes) UnmarshalText(text []byte) error {
 	return nil
 }
 
+// MarshalText writes one.
+func (b Bytes) MarshalText() ([]byte, error) { return strconv.AppendInt(nil, int64(b), 10), nil }
+
 // Duration is a setting: "90m", "24h" or "30d".
 type Duration time.Duration
 
