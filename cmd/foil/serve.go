@@ -13,6 +13,8 @@ import (
 	"hydrofoil.dev/foil/internal/kernel"
 	"hydrofoil.dev/foil/internal/metrics"
 	"hydrofoil.dev/foil/internal/server/catalog"
+	"hydrofoil.dev/foil/internal/server/limit"
+	"hydrofoil.dev/foil/internal/server/modes"
 	"hydrofoil.dev/foil/internal/server/serve"
 	"hydrofoil.dev/foil/internal/server/upstream"
 )
@@ -25,11 +27,12 @@ const (
 
 // serveFlags are the flags of foil serve.
 type serveFlags struct {
-	opts    serve.Options
-	level   slog.Level
-	metrics string // an address of package metrics
-	audit   string // a file; "-" is standard output
-	creds   string // whose credentials say who may pull from an accelerator
+	opts     serve.Options
+	level    slog.Level
+	metrics  string // an address of package metrics
+	audit    string // a file; "-" is standard output
+	restored limit.Bytes
+	creds    string // whose credentials say who may pull from an accelerator
 }
 
 func newServeCommand() *cobra.Command {
@@ -55,6 +58,10 @@ down. Pushes go to the upstream; its notifications, sent to
 ` + upstream.WebhookPath + `, have an image ingested before anybody asks.
 Everybody who reaches the accelerator may pull what its credentials may, unless --access
 says less, or --upstream-credentials client has the upstream decide for each client.
+
+A blob rests intact in as many stores as --mode says, and is made again, bit for bit, from
+packs where it rests in none; --store adds stores to that below the root, and --modes names
+rules for repositories, read again when they change (docs/modes.md).
 
 Its connections are controlled by BBR, where the host has it: others forget in idle
 times what they have learned of a path. --congestion chooses another way, or leaves
@@ -99,6 +106,11 @@ func (f *serveFlags) add(flags *pflag.FlagSet) {
 	flags.BoolVar(&f.opts.InsecureOpen, "insecure-open", false, "listen for other machines without TLS, or without --access")
 	flags.StringVar(&f.audit, "audit", "", "`FILE` that a line of JSON is added to for each decision about access, opened again at SIGHUP; -: standard output")
 	flags.Var(&f.opts.StartupMax, "startup-max", "how large the startup set of a service may be: a share of its image (16M are always allowed), or bytes such as `64M`; 0: none")
+	flags.StringSliceVar(&f.opts.Stores, "store", nil, "`DIR` of another store, on another disk: packs are copied there, and intact copies of blobs as their mode says; may be repeated (docs/modes.md)")
+	flags.StringVar(&f.opts.Mode, "mode", serve.DefaultMode, "in how many stores a blob rests intact: intact, in all; a `NUMBER`; selective, as often as it is pulled, and for a day after a push; full, in none")
+	f.restored = serve.DefaultRestored
+	flags.TextVar(&f.restored, "restored-max", f.restored, "how many `BYTES`, as 4G, are kept on the disk of blobs that were made again from packs, before clients ask for them or after; at most a twentieth of the disk unless another number is given; 0: none")
+	flags.StringVar(&f.opts.Modes, "modes", "", "`FILE` with modes of repositories, in TOML, read again when it changes (docs/modes.md)")
 	flags.Var(&f.opts.ScrubRate, "scrub-rate", "read what rests, over and over, at so many bytes a second, as `20M`, compare it with its digests, and mend what can be mended (docs/scrub.md); 0: do not")
 	flags.StringVar(&f.opts.Upstream.URL, "upstream", "", "be the accelerator of the registry at `URL`: https://HOST[:PORT], and the prefix that repositories have there")
 	flags.StringVar(&f.opts.Upstream.Auth, "upstream-auth", "", "`FILE` with USER:PASSWORD for the upstream, or a Docker configuration; else "+upstream.AuthEnv+" in the environment has USER:PASSWORD, or the user's Docker configuration counts")
@@ -135,6 +147,20 @@ func (f *serveFlags) check() error {
 		return usagef("--first-rate %d: want Mbit a second, or 0", f.opts.FirstRate)
 	case f.audit != "" && f.opts.Access == "" && f.creds != credsClient:
 		return usagef("--audit comes with --access, or --upstream-credentials client: an open server decides nothing")
+	}
+	if f.opts.Restored = int64(f.restored); f.restored == 0 {
+		f.opts.Restored = -1
+	}
+	if _, err := modes.Parse(f.opts.Mode); err != nil {
+		return usagef("--mode: %v", err)
+	}
+	if f.opts.Upstream.URL != "" {
+		if f.opts.Mode == serve.DefaultMode {
+			f.opts.Mode = ""
+		}
+		if len(f.opts.Stores) > 0 || f.opts.Mode != "" || f.opts.Modes != "" {
+			return usagef("an accelerator has neither --store nor --mode: what it has it can fetch again")
+		}
 	}
 	if f.opts.Upstream.URL == "" && (f.opts.Upstream.Auth != "" || f.opts.Upstream.CA != "") {
 		return usagef("--upstream-auth and --upstream-ca come with --upstream")

@@ -16,14 +16,14 @@ import (
 func newServerCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "server",
-		Short: "Delete from a registry, explain its rules, show its quotas, back it up, mend its catalog, look at its webhooks",
-		Long: `For administrators of foil serve. delete, undelete and gc ask the server that runs, over a socket below its root,
+		Short: "Delete from a registry, explain its rules, show its quotas, say what rests where, back it up, mend its catalog, look at its webhooks",
+		Long: `For administrators of foil serve. delete, undelete, gc and mode ask the server that runs, over a socket below its root,
 import asks one as any client does. The others ask no server: they work on the files that the server reads.`,
 	}
 	cmd.AddCommand(newServerAccessCommand(), newServerQuotaCommand(), newServerRetentionCommand(),
 		newServerDeleteCommand(), newServerUndeleteCommand(), newServerGCCommand(),
 		newServerRebuildCommand(), newServerBackupCommand(), newServerRestoreCommand(),
-		newServerScrubCommand(), newServerUsageCommand(), newServerImportCommand(), newServerWebhooksCommand())
+		newServerScrubCommand(), newServerModeCommand(), newServerUsageCommand(), newServerImportCommand(), newServerWebhooksCommand())
 	onlySubcommands(cmd)
 	return cmd
 }

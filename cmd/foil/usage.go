@@ -72,7 +72,7 @@ func printUsage(w io.Writer, r *usage.Report) error {
 		return strings.Join(text, "\t")
 	}
 	var tables [5][]string
-	for _, v := range slices.Concat(r.Rest, []usage.Rest{r.Total}) {
+	for _, v := range slices.Concat(r.Rest, []usage.Rest{r.Total}, r.Stores) {
 		tables[0] = append(tables[0], row(v.Kind, fmt.Sprint(v.Files), v.Bytes, v.Disk))
 	}
 	for _, v := range r.Repositories {
@@ -103,6 +103,8 @@ func printUsage(w io.Writer, r *usage.Report) error {
 	for _, l := range r.Unread {
 		fmt.Fprintf(w, "not counted: %s: foil server scrub mends it\n", l)
 	}
+	fmt.Fprintf(w, "%d of %d blobs rest as they were pushed, %s of %s; the others are made again from packs when they are read\n",
+		r.Intact.Intact, r.Intact.Blobs, progress.Bytes(r.Intact.IntactBytes), progress.Bytes(r.Intact.Bytes))
 	_, err := fmt.Fprintf(w, "distinct segments take %s of packs; read %s of entry lists in %v\n", progress.Bytes(r.Packed), progress.Bytes(r.Read), r.Took.Round(time.Millisecond))
 	return err
 }

@@ -97,6 +97,9 @@ func (s *Set) Check(ctx context.Context) map[string]error {
 	return bad
 }
 
+// Usable makes the golden vectors of an encoder, once, and returns why it cannot be relied on. Errors: ErrUnavailable.
+func (s *Set) Usable(ctx context.Context, name string) error { return s.check(ctx, name) }
+
 // check makes the golden vectors of an encoder, once.
 func (s *Set) check(ctx context.Context, name string) error {
 	if name == Go {

@@ -8,6 +8,8 @@
 //	POST   /hydrofoil/v1/admin/undelete   as delete: what was brought back
 //	GET    /hydrofoil/v1/admin/gc         Status
 //	POST   /hydrofoil/v1/admin/gc         {"purge"}: collect now; a collect.Report
+//	GET    /hydrofoil/v1/admin/mode       convert.Status: in how many stores blobs rest intact
+//	POST   /hydrofoil/v1/admin/mode       the same, after a pass over all blobs
 //
 // An error is a status and {"error": MESSAGE}.
 package admin
@@ -23,6 +25,7 @@ import (
 
 	"hydrofoil.dev/foil/internal/server/catalog"
 	"hydrofoil.dev/foil/internal/server/collect"
+	"hydrofoil.dev/foil/internal/server/convert"
 )
 
 // Prefix is that of all paths.
@@ -39,6 +42,8 @@ type Admin struct {
 	Catalog   Catalog
 	Collector *collect.Collector // nil: this server deletes nothing, as an accelerator
 	Window    time.Duration      // of Collector
+	Converter *convert.Converter // nil: this server has no modes, as an accelerator
+	Root      string             // of the server, for messages
 	// Room is asked before something is deleted; nil: there is room.
 	Room func() error
 }
@@ -81,6 +86,8 @@ func (a *Admin) Handler(allowed func(w http.ResponseWriter, req *http.Request) b
 		"POST " + Prefix + "undelete": a.undelete,
 		"GET " + Prefix + "gc":        a.status,
 		"POST " + Prefix + "gc":       a.now,
+		"GET " + Prefix + "mode":      a.mode,
+		"POST " + Prefix + "mode":     a.convert,
 	} {
 		mux.HandleFunc(pattern, func(w http.ResponseWriter, req *http.Request) {
 			if !allowed(w, req) {
@@ -140,6 +147,28 @@ func (a *Admin) status(req *http.Request) (any, error) {
 	s.Done, s.LastPass = a.Collector.Totals()
 	s.Freeable = s.DeadBytes + s.Unnamed
 	return s, nil
+}
+
+// errNoModes is what an accelerator says.
+var errNoModes = errors.Join(errBad, errors.New("an accelerator has no modes: what it has it can fetch again"))
+
+// mode says what rests where.
+func (a *Admin) mode(*http.Request) (any, error) {
+	if a.Converter == nil {
+		return nil, errNoModes
+	}
+	return a.Converter.Status(a.Root), nil
+}
+
+// convert makes a pass.
+func (a *Admin) convert(req *http.Request) (any, error) {
+	if a.Converter == nil {
+		return nil, errNoModes
+	}
+	if _, err := a.Converter.Now(req.Context()); err != nil {
+		return nil, err
+	}
+	return a.Converter.Status(a.Root), nil
 }
 
 // now collects. Once begun a pass goes on if its client goes: it is as well that it ends.

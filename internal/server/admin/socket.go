@@ -15,6 +15,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"hydrofoil.dev/foil/internal/server/convert"
 )
 
 // socket is its name below the root.
@@ -112,6 +114,16 @@ func (c *Client) Status(ctx context.Context) (out Status, err error) {
 // Collect collects now.
 func (c *Client) Collect(ctx context.Context, r GCRequest, out any) error {
 	return c.ask(ctx, "POST", "gc", r, out)
+}
+
+// Mode says in how many stores blobs rest intact, as the last pass has found it; now makes one first.
+func (c *Client) Mode(ctx context.Context, now bool) (out convert.Status, err error) {
+	method := "GET"
+	if now {
+		method = "POST"
+	}
+	err = c.ask(ctx, method, "mode", nil, &out)
+	return out, err
 }
 
 func (c *Client) ask(ctx context.Context, method, path string, body, out any) error {

@@ -11,7 +11,8 @@
 // What the catalog of step 2 names was there then: it is in 1 or in 4, unless it was added after 1 and deleted before 4. The same is
 // true of the journal, which is ahead of that catalog; who restores it has the catalog catch up. What is missing is
 // looked for at the end, and the steps are done again; what is missing still the server has lost before. Uploads under way are not
-// copied, nor is the lock. The file "complete" is written last: a directory without it is no backup.
+// copied, nor is the lock, nor what rests in other stores than the root's: the root has all of that, and a blob without an intact copy
+// is in its packs. The file "complete" is written last: a directory without it is no backup.
 package backup
 
 import (
@@ -25,9 +26,11 @@ import (
 	"strings"
 	"time"
 
+	"github.com/opencontainers/go-digest"
 	"golang.org/x/sys/unix"
 
 	"hydrofoil.dev/foil/internal/durable"
+	"hydrofoil.dev/foil/internal/server/catalog"
 	"hydrofoil.dev/foil/internal/server/catalog/sqlite"
 	"hydrofoil.dev/foil/internal/server/journal"
 	"hydrofoil.dev/foil/internal/server/rootdir"
@@ -188,13 +191,29 @@ func missing(ctx context.Context, root, to string) (lacks []string, err error) {
 	defer func() { err = errors.Join(err, cat.Close()) }()
 	err = cat.EachKey(ctx, func(key string) error {
 		_, err := os.Lstat(filepath.Join(rootdir.Objects(to), filepath.FromSlash(key)))
-		if errors.Is(err, fs.ErrNotExist) {
+		if !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
+		restored, err := fromPacks(ctx, cat, key)
+		if err == nil && !restored {
 			lacks = append(lacks, key)
-			return nil
 		}
 		return err
 	})
 	return lacks, err
+}
+
+// fromPacks reports whether a key is that of a blob that can be made again from packs: it need not have an intact copy.
+func fromPacks(ctx context.Context, cat *sqlite.Catalog, key string) (bool, error) {
+	parts := strings.Split(key, "/")
+	if parts[0] != "blobs" || len(parts) != 4 {
+		return false, nil
+	}
+	row, err := cat.Layer(ctx, digest.Digest(parts[1]+":"+parts[3]))
+	if errors.Is(err, catalog.ErrNotFound) {
+		return false, nil
+	}
+	return err == nil && row.Recipe.Proven(), err
 }
 
 // tree copies a directory, or a file. What is there already stays; what vanishes meanwhile was deleted.

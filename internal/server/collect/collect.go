@@ -44,6 +44,7 @@ import (
 	"hydrofoil.dev/foil/internal/server/dedup"
 	"hydrofoil.dev/foil/internal/server/objects"
 	"hydrofoil.dev/foil/internal/server/readers"
+	"hydrofoil.dev/foil/internal/server/stores"
 )
 
 // Options of a Collector. Those of a time or a number that are 0 have the default that they say.
@@ -320,7 +321,7 @@ func (c *Collector) layers(ctx context.Context, _ Mode, r *Report) error {
 				err = c.o.RemoveBlob(ctx, d)
 				r.Objects, r.Bytes = r.Objects+1, r.Bytes+size
 			}
-			if err != nil && !errors.Is(err, objects.ErrNotFound) {
+			if err != nil && !stores.Absent(err) {
 				return fmt.Errorf("remove blob %s: %w", d, err)
 			}
 			c.o.At("blob")
@@ -400,8 +401,8 @@ func (c *Collector) remove(ctx context.Context, keys []string, r *Report) error 
 			continue
 		}
 		size, err := c.o.Objects.Stat(ctx, key)
-		if errors.Is(err, objects.ErrNotFound) {
-			continue
+		if stores.Absent(err) {
+			continue // a store that is away has it removed when it is back
 		}
 		if err == nil {
 			err = one(key, size)

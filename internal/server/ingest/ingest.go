@@ -95,6 +95,9 @@ type Ingester struct {
 	Readers *readers.Readers
 	// Room is asked before a layer is ingested; nil: there is room.
 	Room func() error
+	// Intact makes a blob that rests in packs alone an object again, and keeps it one until release: what is ingested anew has
+	// a new recipe, which nobody has proven. nil: all blobs are objects.
+	Intact func(ctx context.Context, blob digest.Digest) (release func(), err error)
 	// Metrics counts what is done; nil: nobody counts.
 	Metrics *Metrics
 

@@ -23,6 +23,8 @@ type Proofs struct {
 	Blobs objects.Store
 	// Failed is told of a layer that could not be looked at. It is not tried again before the next start.
 	Failed func(digest.Digest, error)
+	// Proven is told of a layer whose blob can be made again now; nil: nobody is.
+	Proven func(digest.Digest)
 	// Idle is called when all layers were looked at; nil: it is not.
 	Idle func()
 }
@@ -105,6 +107,9 @@ func (g *Ingester) proveAll(ctx context.Context, p *Proofs, tried map[digest.Dig
 				return some, ctx.Err()
 			}
 			g.Metrics.proven(c, size, err)
+			if err == nil && p.Proven != nil && c != recipe.Unknown && c != recipe.Intact {
+				p.Proven(row.Blob)
+			}
 			if err != nil {
 				p.Failed(row.Blob, fmt.Errorf("prove compression of layer %s: %w", row.Blob, err))
 			}

@@ -60,11 +60,21 @@ func (g *Ingester) repairLayer(ctx context.Context, d Descriptor, row catalog.La
 	if ctx.Err() != nil {
 		return ctx.Err()
 	}
+	var bad []segment.ID
 	if err == nil {
-		bad, err := g.store().Verify(ctx, ids)
-		if err != nil || len(bad) == 0 && g.soundRecipe(ctx, row) {
+		if bad, err = g.store().Verify(ctx, ids); err != nil || len(bad) == 0 && g.soundRecipe(ctx, row) {
 			return err
 		}
+	}
+	// Before anything is forgotten that it may be made from.
+	if g.Intact != nil {
+		unpin, err := g.Intact(ctx, d.Digest)
+		if err != nil {
+			return err
+		}
+		defer unpin()
+	}
+	if len(bad) > 0 {
 		if err := g.Catalog.Forget(ctx, bad); err != nil {
 			return err
 		}
@@ -83,7 +93,7 @@ func (g *Ingester) repairLayer(ctx context.Context, d Descriptor, row catalog.La
 	if ids, err = g.listed(ctx, row); err != nil {
 		return err
 	}
-	bad, err := g.store().Verify(ctx, ids)
+	bad, err = g.store().Verify(ctx, ids)
 	if err != nil || len(bad) == 0 {
 		return err
 	}

@@ -35,6 +35,7 @@ import (
 	"hydrofoil.dev/foil/internal/server/journal"
 	"hydrofoil.dev/foil/internal/server/objects"
 	"hydrofoil.dev/foil/internal/server/rootdir"
+	"hydrofoil.dev/foil/internal/server/stores"
 )
 
 // ErrIncomplete is returned, wrapped, when the objects do not say everything: Options.Incomplete goes on all the same.
@@ -112,11 +113,14 @@ func Run(ctx context.Context, o Options) (*Report, error) {
 }
 
 func (r *rebuilder) run(ctx context.Context) (err error) {
-	dir, err := objects.OpenDir(rootdir.Objects(r.o.Root))
+	all, err := stores.Recorded(r.o.Root)
 	if err != nil {
 		return err
 	}
-	r.store = dir
+	if away := all.Away(); away != "" && !r.o.Incomplete {
+		return fmt.Errorf("%w: %s", ErrIncomplete, away)
+	}
+	r.store = all
 	beside := rootdir.Catalog(r.o.Root) + ".new"
 	if err := os.RemoveAll(beside); err != nil {
 		return err

@@ -65,6 +65,9 @@ func (r *Registry) getBlob(w http.ResponseWriter, req *http.Request, name, arg s
 			return fmt.Errorf("blob %s of %s: %w", d, name, err)
 		}
 		defer body.Close()
+		if offset == 0 {
+			r.opts.Pulled(req, d)
+		}
 	}
 	h.Set("Content-Type", "application/octet-stream")
 	h.Set("Content-Length", strconv.FormatInt(length, 10))
@@ -236,6 +239,9 @@ func (r *Registry) commitBlob(ctx context.Context, name string, d digest.Digest,
 		return err
 	}
 	err := r.opts.Catalog.LinkBlob(ctx, name, catalog.Blob{Digest: d, Size: size})
+	if err == nil {
+		r.opts.Pushed(d)
+	}
 	if _, refused := errors.AsType[*catalog.Refusal](err); refused {
 		err = errors.Join(err, r.removeUnheld(ctx, d))
 	}
@@ -275,6 +281,9 @@ func (r *Registry) mountBlob(ctx context.Context, name, from string, d digest.Di
 	}
 	if err == nil {
 		err = r.opts.Catalog.LinkBlob(context.WithoutCancel(ctx), name, b)
+	}
+	if err == nil {
+		r.opts.Pushed(d)
 	}
 	return err == nil, err
 }

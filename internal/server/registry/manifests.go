@@ -55,6 +55,7 @@ func (r *Registry) getManifest(w http.ResponseWriter, req *http.Request, name, a
 	h.Set("Content-Length", strconv.Itoa(len(m.Bytes)))
 	w.WriteHeader(http.StatusOK)
 	if req.Method != http.MethodHead {
+		r.opts.Shown(req, m)
 		_, _ = w.Write(m.Bytes) // a client that is gone is no failure of ours
 		r.opts.Webhooks.Pulled(happened(ctx, name, m, tag))
 	}

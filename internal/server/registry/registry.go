@@ -56,6 +56,11 @@ type Options struct {
 	OnManifest func(ctx context.Context, repo string, m catalog.Manifest)
 	// Heal makes the object of a blob again that is lost or cut; nil: nobody can.
 	Heal func(ctx context.Context, d digest.Digest) error
+	// Pulled is told of each blob that somebody gets from its beginning on, Shown of each manifest that somebody gets, and Pushed of
+	// each blob that a repository gets; nil: nobody is. They must not block.
+	Pulled func(req *http.Request, d digest.Digest)
+	Shown  func(req *http.Request, m catalog.Manifest)
+	Pushed func(d digest.Digest)
 	// Webhooks is told of manifests that are pushed, pulled and deleted; nil: nobody is.
 	Webhooks *webhooks.Sender
 	// Room is asked before a request that adds bytes, or deletes something. Its error is answered; ENOSPC: the disk is
@@ -117,6 +122,15 @@ func New(opts Options) (*Registry, error) {
 	ctx, stop := context.WithCancel(context.Background())
 	if opts.Room == nil {
 		opts.Room = func(bool) error { return nil }
+	}
+	if opts.Pulled == nil {
+		opts.Pulled = func(*http.Request, digest.Digest) {}
+	}
+	if opts.Shown == nil {
+		opts.Shown = func(*http.Request, catalog.Manifest) {}
+	}
+	if opts.Pushed == nil {
+		opts.Pushed = func(digest.Digest) {}
 	}
 	r := &Registry{opts: opts, log: opts.Log, uploads: uploads, stop: stop}
 	opts.Catalog = catalog.Hide(opts.Catalog)

@@ -17,6 +17,7 @@ import (
 	"hydrofoil.dev/foil/internal/server/dedup"
 	"hydrofoil.dev/foil/internal/server/objects"
 	"hydrofoil.dev/foil/internal/server/readers"
+	"hydrofoil.dev/foil/internal/server/stores"
 )
 
 // ErrUnproven is returned, wrapped, for a blob that cannot be restored: it is no layer's, or no way is proven.
@@ -73,6 +74,40 @@ func Compression(ctx context.Context, store objects.Store, r catalog.Recipe) (c 
 	return c, e, begin, nil
 }
 
+// From returns the same with packs, entry lists and recipes from another object store.
+func (b *Blobs) From(store objects.Store) *Blobs {
+	return &Blobs{Store: &dedup.Store{Objects: store, Catalog: b.Store.Catalog}, Encoders: b.Encoders, Workers: b.Workers, Readers: b.Readers}
+}
+
+// Usable says why the encoder of a blob makes nothing here; nil: it does. Errors: encoder.ErrUnavailable.
+func (b *Blobs) Usable(ctx context.Context, blob *Blob) error {
+	if blob.encoding == nil {
+		return nil
+	}
+	return b.Encoders.Usable(ctx, blob.encoding.Encoder)
+}
+
+// Promised says why a blob cannot be relied on to come out again on this machine; nil: it can. Errors: encoder.ErrUnavailable.
+func (b *Blobs) Promised(ctx context.Context, blob *Blob) error {
+	if err := b.Usable(ctx, blob); err != nil || blob.encoding == nil {
+		return err
+	}
+	if blob.encoding.Arch != runtime.GOARCH {
+		return fmt.Errorf("encoder %s: %w: it was proven on %s, and this is %s", blob.encoding.Encoder, encoder.ErrUnavailable, blob.encoding.Arch, runtime.GOARCH)
+	}
+	return nil
+}
+
+// Verify restores a blob, and compares its digest; nothing is kept. Errors: those of Open.
+func (b *Blobs) Verify(ctx context.Context, d digest.Digest) (int64, error) {
+	r, err := b.Open(ctx, d, 0, -1)
+	if err != nil {
+		return 0, err
+	}
+	defer r.Close()
+	return io.Copy(io.Discard, r)
+}
+
 // Find returns a blob. Errors: ErrUnproven; recipe.ErrCorrupt; those of catalog and object store.
 func (b *Blobs) Find(ctx context.Context, d digest.Digest) (*Blob, error) {
 	row, err := b.Store.Catalog.Layer(ctx, d)
@@ -109,6 +144,10 @@ func (b *Blobs) Open(ctx context.Context, d digest.Digest, offset, length int64)
 		return nil, err
 	}
 	if length, err = objects.CheckRange(offset, length, blob.Size); err != nil {
+		end()
+		return nil, fmt.Errorf("restore blob %s: %w", d, err)
+	}
+	if err := b.Usable(ctx, blob); err != nil {
 		end()
 		return nil, fmt.Errorf("restore blob %s: %w", d, err)
 	}
@@ -215,14 +254,29 @@ func (g *guarded) end(want digest.Digest) error {
 	return err
 }
 
-// Heal restores a blob whose object is lost or damaged, and makes it an object again, durably. Errors: those of Open.
+// Heal makes a blob an object again, durably, whose object is lost or damaged: from a copy in another store, or from packs and
+// recipe. Errors: those of Open.
 func (b *Blobs) Heal(ctx context.Context, d digest.Digest) error {
+	key := catalog.BlobKey(d)
+	if set, ok := b.Store.Objects.(*stores.Set); ok && set.Mend(ctx, key, d) == nil {
+		b.Metrics.healed()
+		return nil
+	}
+	if err := b.Make(ctx, d, b.Store.Objects); err != nil {
+		return err
+	}
+	b.Metrics.healed()
+	return nil
+}
+
+// Make restores a blob to an object of a store, durably. Errors: those of Open; of the store.
+func (b *Blobs) Make(ctx context.Context, d digest.Digest, to objects.Store) error {
 	r, err := b.Open(ctx, d, 0, -1)
 	if err != nil {
 		return err
 	}
 	defer r.Close()
-	w, err := b.Store.Objects.Create(ctx, catalog.BlobKey(d))
+	w, err := to.Create(ctx, catalog.BlobKey(d))
 	if err != nil {
 		return err
 	}
@@ -230,9 +284,5 @@ func (b *Blobs) Heal(ctx context.Context, d digest.Digest) error {
 	if _, err := io.Copy(w, r); err != nil {
 		return err
 	}
-	if err := w.Commit(); err != nil {
-		return err
-	}
-	b.Metrics.healed()
-	return nil
+	return w.Commit()
 }

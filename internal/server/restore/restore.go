@@ -213,7 +213,7 @@ func (s *source) Read(p []byte) (int, error) {
 				return 0, err
 			}
 			if len(s.bytes) != int(s.piece.Length) {
-				return 0, fmt.Errorf("segment %s has %d bytes, its entry list says %d", s.piece.ID, len(s.bytes), s.piece.Length)
+				return 0, fmt.Errorf("%w: segment %s has %d bytes, its entry list says %d", segment.ErrCorrupt, s.piece.ID, len(s.bytes), s.piece.Length)
 			}
 			s.loaded = true
 		}

@@ -65,6 +65,16 @@ func (s *Scrubber) layer(ctx context.Context, row catalog.Layer) (read int64, er
 		f.Mended = "forgotten: no repository holds the layer"
 		return read, s.found(f)
 	}
+	if mended, err := s.layerFromCopies(ctx, row); err != nil {
+		return read, err
+	} else if mended {
+		f.Mended = "copied from another store"
+		return read, s.found(f)
+	}
+	if away := s.o.Objects.Away(); away != "" {
+		f.Why += "; it may be whole in a store that is not here: " + away
+		return read, s.found(f)
+	}
 	err = s.o.Ingester.RepairLayer(ctx, row.Blob)
 	switch {
 	case err == nil:
@@ -80,6 +90,27 @@ func (s *Scrubber) layer(ctx context.Context, row catalog.Layer) (read int64, er
 		f.Why += "; " + err.Error()
 	}
 	return read, s.found(f)
+}
+
+// layerFromCopies mends the entry list and the recipe of a layer from other stores. It reports whether both are right then, and
+// whether the segments rest somewhere.
+func (s *Scrubber) layerFromCopies(ctx context.Context, row catalog.Layer) (bool, error) {
+	for _, key := range []string{row.Entries, row.Recipe.Key} {
+		if key == "" {
+			continue
+		}
+		_, right, err := s.right(ctx, s.o.Objects.Root(), key)
+		if err != nil {
+			return false, cmpCtx(ctx, err)
+		}
+		if !right {
+			if right, err = s.fromCopy(ctx, key); err != nil || !right {
+				return false, err
+			}
+		}
+	}
+	_, wrong := s.list(ctx, row)
+	return wrong == nil, ctx.Err()
 }
 
 var errMissing = errors.New("it rests nowhere")

@@ -8,12 +8,18 @@ import (
 	"os"
 	"path/filepath"
 
+	"github.com/opencontainers/go-digest"
+
+	"hydrofoil.dev/foil/internal/format/encoder"
+	"hydrofoil.dev/foil/internal/format/encoder/programs"
 	"hydrofoil.dev/foil/internal/server/catalog"
 	"hydrofoil.dev/foil/internal/server/catalog/sqlite"
+	"hydrofoil.dev/foil/internal/server/dedup"
 	"hydrofoil.dev/foil/internal/server/ingest"
 	"hydrofoil.dev/foil/internal/server/journal"
-	"hydrofoil.dev/foil/internal/server/objects"
+	"hydrofoil.dev/foil/internal/server/restore"
 	"hydrofoil.dev/foil/internal/server/rootdir"
+	"hydrofoil.dev/foil/internal/server/stores"
 )
 
 // Run makes one pass over a root that no server uses; with o.Check one may. It sets those of o's fields that are of the root.
@@ -38,11 +44,14 @@ func Run(ctx context.Context, o Options) (r *Report, err error) {
 // open opens what is below the root.
 func (o *Options) open(ctx context.Context) (end func() error, err error) {
 	if o.Check {
-		if o.Objects, err = objects.ViewDir(rootdir.Objects(o.Root)); err != nil {
+		if o.Objects, err = stores.View(o.Root); err != nil {
 			return nil, err
 		}
-		o.Catalog, end, err = sqlite.OpenCopy(ctx, rootdir.CatalogFile(o.Root))
-		return end, err
+		if o.Catalog, end, err = sqlite.OpenCopy(ctx, rootdir.CatalogFile(o.Root)); err != nil {
+			return nil, err
+		}
+		closeEncoders := o.openBlobs()
+		return func() error { return errors.Join(closeEncoders(), end()) }, nil
 	}
 	var ends []func() error
 	end = func() error {
@@ -66,10 +75,10 @@ func (o *Options) open(ctx context.Context) (end func() error, err error) {
 		return nil, err
 	}
 	ends = append(ends, unlock)
-	dir, err := objects.OpenDir(rootdir.Objects(o.Root))
-	if err != nil {
+	if o.Objects, err = stores.Recorded(o.Root); err != nil {
 		return fail(err)
 	}
+	dir := o.Objects.Root()
 	if err := rootdir.Check(ctx, o.Root, dir); err != nil {
 		return fail(err)
 	}
@@ -84,8 +93,29 @@ func (o *Options) open(ctx context.Context) (end func() error, err error) {
 	if err := j.Attach(ctx, o.Catalog); err != nil {
 		return fail(err)
 	}
-	o.Objects = dir
-	o.Ingester = &ingest.Ingester{Objects: dir, Catalog: o.Catalog}
+	ends = append(ends, o.openBlobs())
+	front := restore.NewStore(o.Blobs, restore.StoreOptions{Wanted: func(context.Context, digest.Digest) bool { return false },
+		Failed: func(digest.Digest, error, error) {}})
+	ends = append(ends, front.Close)
+	o.Ingester = &ingest.Ingester{Objects: front, Catalog: o.Catalog, Intact: o.intact}
 	ends = append(ends, o.Ingester.Close)
 	return end, nil
+}
+
+// openBlobs sets Blobs.
+func (o *Options) openBlobs() (end func() error) {
+	encoders := &encoder.Set{Programs: programs.Program}
+	o.Blobs = &restore.Blobs{Store: &dedup.Store{Objects: o.Objects, Catalog: o.Catalog}, Encoders: encoders}
+	return encoders.Close
+}
+
+// intact makes a blob an object before it is ingested again; there is nobody else who could remove it.
+func (o *Options) intact(ctx context.Context, d digest.Digest) (release func(), err error) {
+	if _, err = o.Objects.Stat(ctx, catalog.BlobKey(d)); stores.Absent(err) {
+		err = o.Blobs.Heal(ctx, d)
+		if errors.Is(err, restore.ErrUnproven) {
+			err = nil
+		}
+	}
+	return func() {}, err
 }

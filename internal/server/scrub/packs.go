@@ -56,6 +56,16 @@ func (s *Scrubber) pack(ctx context.Context, key string) (read int64, err error)
 		}
 		return read, s.found(f)
 	}
+	if mended, err := s.fromCopy(ctx, key); err != nil {
+		return read, err
+	} else if mended {
+		f.Mended = "copied from another store"
+		return read, s.found(f)
+	}
+	if away := s.o.Objects.Away(); away != "" {
+		f.Why += "; it may be whole in a store that is not here: " + away
+		return read, s.found(f)
+	}
 	var with *catalog.Pack
 	if len(x.Sound) > 0 {
 		moved, err := s.packs.Salvage(ctx, x.Sound)

@@ -3,17 +3,19 @@
 //
 // A pass goes through these phases, each in the order of its names:
 //
-//	blobs     every blob that a repository holds, against its digest
+//	blobs     every blob that a repository holds, against its digest: each intact copy, and what has none made from packs
 //	packs     every frame in which a segment rests, against the segments' IDs; and the pack's own table
 //	layers    entry lists, recipes (against their digests), and that every segment that a list names rests somewhere
 //	rootfs    TOCs (against their digests), frame indices, orders
 //	startup   every frame of the stores of startup pages, against their checksums and digests
 //	manifests their bytes in the catalog, against their digests
 //	journal   every object; and that the catalog could be rebuilt from them as it is
+//	stores    what other stores have copies of, against what the root's has
 //
 // # What is mended from what
 //
-//	a blob           its recipe and packs, if its tar stream is the blob (package recipe, Plain)
+//	a blob           a copy in another store; its recipe and packs, if somebody has proven how
+//	a pack, a list, a recipe  first: a copy in another store
 //	a pack           its sound frames move to a new pack, under a new name; the layers that need the others are ingested
 //	                 again from their blobs
 //	a list, a recipe its layer's blob
@@ -51,8 +53,9 @@ import (
 	"hydrofoil.dev/foil/internal/server/catalog/sqlite"
 	"hydrofoil.dev/foil/internal/server/dedup"
 	"hydrofoil.dev/foil/internal/server/ingest"
-	"hydrofoil.dev/foil/internal/server/objects"
 	"hydrofoil.dev/foil/internal/server/readers"
+	"hydrofoil.dev/foil/internal/server/restore"
+	"hydrofoil.dev/foil/internal/server/stores"
 )
 
 // Options of a Scrubber.
@@ -60,7 +63,9 @@ type Options struct {
 	// Root is the server's root, Catalog and Objects what is below it. Required.
 	Root    string
 	Catalog *sqlite.Catalog
-	Objects objects.Store
+	Objects *stores.Set
+	// Blobs makes blobs again from packs and recipes. Required.
+	Blobs *restore.Blobs
 	// Ingester mends what is made of blobs. Required unless Check is set.
 	Ingester *ingest.Ingester
 	// Rate bounds what is read, bytes a second; 0: nothing does. What a mending reads is not counted.
@@ -177,7 +182,7 @@ func New(o Options) *Scrubber {
 }
 
 // phases are in this order.
-var phases = []string{"blobs", "packs", "layers", "rootfs", "startup", "manifests", "journal"}
+var phases = []string{"blobs", "packs", "layers", "rootfs", "startup", "manifests", "journal", "stores"}
 
 // run goes through the names of a phase after the given one.
 func (s *Scrubber) run(ctx context.Context, name, after string) error {
@@ -194,8 +199,10 @@ func (s *Scrubber) run(ctx context.Context, name, after string) error {
 		return s.startup(ctx, after)
 	case "manifests":
 		return s.manifests(ctx)
-	default:
+	case "journal":
 		return s.journal(ctx)
+	default:
+		return s.others(ctx)
 	}
 }
 

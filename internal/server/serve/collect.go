@@ -20,7 +20,10 @@ func (s *Server) openCollector(p *parts) error {
 	if s.opts.Lease > 0 {
 		p.local.SetLease(s.opts.Lease)
 	}
-	p.admin = &admin.Admin{Catalog: p.local, Window: o.Window, Room: p.space.spend}
+	p.admin = &admin.Admin{Catalog: p.local, Window: o.Window, Room: p.space.spend, Root: s.opts.Root}
+	if p.modes != nil {
+		p.admin.Converter = p.modes.converter
+	}
 	o.Begin, o.End = p.space.spend, p.space.refill
 	p.local.SetWindow(0)
 	if p.front == nil {

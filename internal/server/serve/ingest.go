@@ -12,7 +12,6 @@ import (
 	"github.com/opencontainers/go-digest"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
-	"hydrofoil.dev/foil/internal/format/encoder"
 	"hydrofoil.dev/foil/internal/format/layer"
 	"hydrofoil.dev/foil/internal/server/bundles"
 	"hydrofoil.dev/foil/internal/server/catalog"
@@ -160,27 +159,23 @@ func makeRecipes(g *ingest.Ingester, blobs objects.Store, log *slog.Logger) (clo
 }
 
 // prove finds out, in the background, how layers were compressed. It ends when close is called.
-func prove(g *ingest.Ingester, encoders *encoder.Set, blobs objects.Store, log *slog.Logger) (close func() error) {
-	ctx, cancel := context.WithCancel(context.Background())
-	var work sync.WaitGroup
-	work.Go(func() {
-		for _, err := range encoders.Check(ctx) {
+func (s *Server) prove(p *parts) (close func() error) {
+	return background(func(ctx context.Context) {
+		for _, err := range p.encoders.Check(ctx) {
 			if ctx.Err() == nil {
-				log.Warn("layers of some tools cannot be restored from packs", "error", err)
+				s.log.Warn("layers of some tools cannot be restored from packs: those that have no intact copy wait for a foil that has this encoder (make build), and no other one loses its intact copy", "error", err)
 			}
 		}
-		err := g.Prove(ctx, ingest.Proofs{Encoders: encoders, Blobs: blobs, Failed: func(blob digest.Digest, err error) {
-			log.Warn("it is not known how a layer was compressed: its blob cannot be made again", "layer", blob, "error", err)
-		}})
-		if err != nil && ctx.Err() == nil {
-			log.Error("how layers were compressed is not found out until the server is started again", "error", err)
+		proofs := ingest.Proofs{Encoders: p.encoders, Blobs: p.here, Failed: func(blob digest.Digest, err error) {
+			s.log.Warn("it is not known how a layer was compressed: its blob cannot be made again", "layer", blob, "error", err)
+		}}
+		if p.modes != nil {
+			proofs.Proven = func(blob digest.Digest) { p.modes.converter.Look(blob) }
+		}
+		if err := p.ingester.Prove(ctx, proofs); err != nil && ctx.Err() == nil {
+			s.log.Error("how layers were compressed is not found out until the server is started again", "error", err)
 		}
 	})
-	return func() error {
-		cancel()
-		work.Wait()
-		return nil
-	}
 }
 
 // toldHealed logs what becomes of blobs that were lost.
@@ -191,6 +186,17 @@ func toldHealed(log *slog.Logger) func(digest.Digest, error) {
 			return
 		}
 		log.Warn("a lost blob was made again from packs: look after the disk", "digest", d)
+	}
+}
+
+// toldFailed logs what becomes of blobs that did not come out right.
+func toldFailed(log *slog.Logger) func(d digest.Digest, why, mended error) {
+	return func(d digest.Digest, why, mended error) {
+		if mended != nil {
+			log.Error("a blob does not come out of packs and recipe: push it again", "digest", d, "error", why, "others", mended)
+			return
+		}
+		log.Warn("a blob did not come out of packs and recipe, which were mended from another store: look after the disk", "digest", d, "error", why)
 	}
 }
 

@@ -21,6 +21,7 @@ import (
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
 	"hydrofoil.dev/foil/internal/server/collect"
+	"hydrofoil.dev/foil/internal/server/convert"
 	"hydrofoil.dev/foil/internal/server/serve"
 	"hydrofoil.dev/foil/internal/server/upstream"
 )
@@ -38,6 +39,12 @@ const childLease = 300 * time.Millisecond
 // childWebhooks is the file of its webhooks.
 const childWebhooks = "FOIL_TEST_SERVE_WEBHOOKS"
 
+// childMode is its mode, childStores its other stores, with spaces between.
+const (
+	childMode   = "FOIL_TEST_SERVE_MODE"
+	childStores = "FOIL_TEST_SERVE_STORES"
+)
+
 func TestMain(m *testing.M) {
 	if root := os.Getenv(childRoot); root != "" {
 		s, err := serve.Start(context.Background(), serve.Options{
@@ -46,6 +53,9 @@ func TestMain(m *testing.M) {
 			Collect:  collect.Options{Leftover: 5 * time.Second, Interval: 20 * time.Millisecond, PackSize: 1 << 20},
 			Lease:    childLease,
 			Webhooks: os.Getenv(childWebhooks),
+			Mode:     os.Getenv(childMode),
+			Stores:   strings.Fields(os.Getenv(childStores)),
+			Convert:  convert.Options{Interval: childInterval()},
 		})
 		if err != nil {
 			fmt.Fprintln(os.Stderr, err)
@@ -56,6 +66,14 @@ func TestMain(m *testing.M) {
 		os.Exit(0)
 	}
 	os.Exit(m.Run())
+}
+
+// childInterval is short for a server that is killed while it converts.
+func childInterval() time.Duration {
+	if os.Getenv(childMode) == "" {
+		return 0
+	}
+	return 50 * time.Millisecond
 }
 
 // child starts a server as a process of its own, below the command if there is

@@ -12,6 +12,9 @@
 //	upstream  of an accelerator: the URL of its upstream
 //	reserve   room for deletions when the disk is full
 //	admin.sock where administrators ask (package admin)
+//	restored/ blobs that were made again from packs, for a while (package ahead)
+//	stores.json which other stores there are (package stores)
+//	popularity  how often blobs are pulled (package popularity)
 //	scrub.json  how far a scrub is, and what the last one found (package scrub)
 //	damaged/  blobs that a scrub found damaged, and could not mend
 //	fetching/ downloads from there under way (package upstream)
@@ -43,10 +46,12 @@ import (
 	"hydrofoil.dev/foil/internal/kernel"
 	"hydrofoil.dev/foil/internal/metrics"
 	"hydrofoil.dev/foil/internal/server/admin"
+	"hydrofoil.dev/foil/internal/server/ahead"
 	"hydrofoil.dev/foil/internal/server/bundles"
 	"hydrofoil.dev/foil/internal/server/catalog"
 	"hydrofoil.dev/foil/internal/server/catalog/sqlite"
 	"hydrofoil.dev/foil/internal/server/collect"
+	"hydrofoil.dev/foil/internal/server/convert"
 	"hydrofoil.dev/foil/internal/server/dedup"
 	"hydrofoil.dev/foil/internal/server/guard"
 	"hydrofoil.dev/foil/internal/server/ingest"
@@ -59,6 +64,7 @@ import (
 	"hydrofoil.dev/foil/internal/server/rootdir"
 	"hydrofoil.dev/foil/internal/server/scrub"
 	"hydrofoil.dev/foil/internal/server/startup"
+	"hydrofoil.dev/foil/internal/server/stores"
 	"hydrofoil.dev/foil/internal/server/tcp"
 	"hydrofoil.dev/foil/internal/server/upstream"
 	"hydrofoil.dev/foil/internal/server/webhooks"
@@ -93,6 +99,17 @@ type Options struct {
 	// StartupMax is how large a startup set may be; the zero value is a quarter of
 	// the image.
 	StartupMax startup.Limit
+	// Stores are directories of other stores, for copies (package stores).
+	Stores []string
+	// Mode says in how many stores blobs rest intact (package modes); empty: DefaultMode. Modes is a file of rules for that.
+	Mode, Modes string
+	// Restored bounds what is kept on the disk of blobs that were made again from packs, bytes; 0 means DefaultRestored;
+	// negative: nothing is.
+	Restored int64
+	// Convert says how blobs get as many copies as they should have; of it Interval and At count.
+	Convert convert.Options
+	// Programs returns the programs of encoders (package encoder); nil: those that are in this one.
+	Programs func(name string) []byte
 	// ScrubRate has the server read what rests, over and over, at so many bytes a second, and mend it (package scrub); 0: it does not.
 	ScrubRate scrub.Rate
 	// Upstream makes the server an accelerator, if it has a URL. What is to be
@@ -202,11 +219,13 @@ func Start(ctx context.Context, opts Options) (_ *Server, err error) {
 type parts struct {
 	local    *sqlite.Catalog       // below the root
 	catalog  catalog.Catalog       // local, or the accelerator's view of it
-	here     objects.Store         // below the root
+	here     *stores.Set           // below the root, and the other stores
 	store    objects.Store         // here, with blobs that can be restored, or the accelerator's view of it
 	front    *upstream.Accelerator // nil: this is no accelerator
 	encoders *encoder.Set
 	blobs    *restore.Blobs
+	modes    *modesOf     // nil: an accelerator has none
+	ahead    *ahead.Ahead // nil: an accelerator has none
 	ingester *ingest.Ingester
 	bundle   *bundles.Handler
 	queue    *queue
@@ -254,6 +273,9 @@ func (s *Server) open(ctx context.Context) error {
 	if p.front != nil {
 		s.metrics = append(s.metrics, p.front.Metrics())
 	}
+	if p.modes != nil {
+		s.metrics = append(s.metrics, p.modes.converter.Metrics(), p.ahead.Metrics())
+	}
 	s.handler = logRequests(s.log, requests, endSlowBodies(s.opts.IdleBody, s.guard.Wrap(s.route(&p), open)))
 	return nil
 }
@@ -272,22 +294,34 @@ func (s *Server) openStores(ctx context.Context, p *parts) error {
 			return err
 		}
 	}
-	dir, err := objects.OpenDir(rootdir.Objects(root))
-	if err != nil {
+	if s.opts.Upstream.URL != "" && (len(s.opts.Stores) > 0 || s.opts.Mode != "" || s.opts.Modes != "") {
+		return errors.New("an accelerator has neither other stores nor modes: what it has it can fetch again")
+	}
+	if p.here, err = stores.Open(root, s.opts.Stores); err != nil {
 		return err
 	}
+	dir := p.here.Root()
 	if p.local, err = s.openCatalog(ctx, dir); err != nil {
 		return err
 	}
 	if err := checkUpstream(ctx, root, s.opts.Upstream.URL, p.local); err != nil {
 		return err
 	}
-	p.here, p.store, p.catalog = dir, dir, p.local
-	p.encoders = &encoder.Set{Programs: programs.Program}
+	p.catalog = p.local
+	p.encoders = &encoder.Set{Programs: s.opts.Programs}
+	if p.encoders.Programs == nil {
+		p.encoders.Programs = programs.Program
+	}
 	s.closers = append(s.closers, p.encoders.Close)
-	p.blobs = &restore.Blobs{Store: &dedup.Store{Objects: dir, Catalog: p.local}, Encoders: p.encoders, Metrics: restore.NewMetrics(), Readers: p.readers}
+	p.blobs = &restore.Blobs{Store: &dedup.Store{Objects: p.here, Catalog: p.local}, Encoders: p.encoders, Metrics: restore.NewMetrics(), Readers: p.readers}
 	if s.opts.Upstream.URL == "" {
-		front := restore.NewStore(p.blobs, toldHealed(s.log))
+		if p.modes, err = s.readModes(p); err != nil {
+			return err
+		}
+		if p.ahead, err = s.openAhead(p); err != nil {
+			return err
+		}
+		front := restore.NewStore(p.blobs, restore.StoreOptions{Healed: toldHealed(s.log), Failed: toldFailed(s.log), Wanted: p.modes.wanted, Open: p.ahead.Open})
 		s.closers = append(s.closers, front.Close)
 		p.store = front
 		return nil
@@ -323,6 +357,9 @@ func (s *Server) openWebhooks(ctx context.Context, p *parts) (err error) {
 // openServices makes what works on the stores.
 func (s *Server) openServices(p *parts) (err error) {
 	p.ingester = &ingest.Ingester{Objects: p.store, Catalog: p.catalog, Metrics: ingest.NewMetrics(), Readers: p.readers, Room: p.space.full}
+	if p.front == nil {
+		p.ingester.Intact = p.intact
+	}
 	if p.front != nil {
 		p.ingester.Options.Parallel = upstream.Parallel
 	}
@@ -345,7 +382,7 @@ func (s *Server) openServices(p *parts) (err error) {
 	})
 	s.closers = append(s.closers, p.bundle.Close)
 	p.queue = newQueue(p.bundle, s.guard, p.front, p.catalog, s.log)
-	s.closers = append(s.closers, p.queue.Close, makeRecipes(p.ingester, p.here, s.log), prove(p.ingester, p.encoders, p.here, s.log))
+	s.closers = append(s.closers, p.queue.Close)
 	bounds, err := s.bound(p)
 	if err != nil {
 		return err
@@ -353,7 +390,7 @@ func (s *Server) openServices(p *parts) (err error) {
 	if p.front != nil {
 		heavy = nil // who asks an upstream waits for it, which nobody else has to
 	}
-	p.registry, err = registry.New(registry.Options{
+	o := registry.Options{
 		Bounds:     bounds,
 		Store:      p.store,
 		Catalog:    p.catalog,
@@ -365,11 +402,16 @@ func (s *Server) openServices(p *parts) (err error) {
 		Heavy:      heavy,
 		Webhooks:   p.webhooks,
 		Log:        s.log,
-	})
-	if err != nil {
+	}
+	if p.modes != nil {
+		o.Pulled, o.Shown, o.Pushed = p.pulled, p.shown, p.modes.pushed
+	}
+	if p.registry, err = registry.New(o); err != nil {
 		return err
 	}
 	s.closers = append(s.closers, p.registry.Close)
+	s.openConverter(p)
+	s.closers = append(s.closers, makeRecipes(p.ingester, p.here, s.log), s.prove(p))
 	if err := p.space.refill(); err != nil {
 		return err
 	}

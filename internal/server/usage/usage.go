@@ -20,6 +20,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/opencontainers/go-digest"
 	"golang.org/x/sys/unix"
 
 	"hydrofoil.dev/foil/internal/format/layer"
@@ -28,6 +29,7 @@ import (
 	"hydrofoil.dev/foil/internal/server/catalog/sqlite"
 	"hydrofoil.dev/foil/internal/server/objects"
 	"hydrofoil.dev/foil/internal/server/rootdir"
+	"hydrofoil.dev/foil/internal/server/stores"
 )
 
 // Options of Look.
@@ -85,6 +87,14 @@ type Duplicates struct {
 	DistinctBytes int64 `json:"distinct_bytes"`
 }
 
+// Intact is how many blobs there are, and how many of them rest as they were pushed; the others are made again from packs.
+type Intact struct {
+	Blobs       int64 `json:"blobs"`
+	Bytes       int64 `json:"bytes"`
+	Intact      int64 `json:"intact"`
+	IntactBytes int64 `json:"intact_bytes"`
+}
+
 // Ratio is how often a byte is there, on average.
 func (d Duplicates) Ratio() float64 {
 	if d.DistinctBytes == 0 {
@@ -116,7 +126,10 @@ type Report struct {
 	Repositories []Repository `json:"repositories"`
 	Images       []Image      `json:"images,omitempty"`
 	// Layers compares the layers that images name (their blobs) with distinct ones; Files and Segments what is in distinct layers.
-	Layers   Duplicates `json:"layers"`
+	Layers Duplicates `json:"layers"`
+	// Stores is what rests in other stores, each a kind. Intact compares distinct blobs with those that have an intact copy below the root.
+	Stores   []Rest     `json:"stores,omitempty"`
+	Intact   Intact     `json:"intact"`
 	Files    Duplicates `json:"files"`
 	Segments Duplicates `json:"segments"`
 	// Packed is what the distinct segments take in packs.
@@ -132,6 +145,7 @@ type looker struct {
 	o       Options
 	cat     *sqlite.Catalog
 	objects objects.Store
+	root    objects.Store // of objects, what is below the root
 	t       *tally
 	r       *Report
 }
@@ -150,8 +164,18 @@ func Look(ctx context.Context, o Options) (_ *Report, err error) {
 	if l.r.Rest, l.r.Total, err = rest(ctx, o.Root); err != nil {
 		return fail(err)
 	}
-	if l.objects, err = objects.ViewDir(rootdir.Objects(o.Root)); err != nil {
+	all, err := stores.View(o.Root)
+	if err != nil {
 		return fail(err)
+	}
+	l.objects, l.root = all, all.Root()
+	for _, other := range all.Others() {
+		_, total, err := rest(ctx, other.Dir)
+		if err != nil {
+			return fail(err)
+		}
+		total.Kind = other.Dir
+		l.r.Stores = append(l.r.Stores, total)
 	}
 	cat, end, err := sqlite.OpenCopy(ctx, rootdir.CatalogFile(o.Root))
 	if err != nil {
@@ -179,6 +203,9 @@ func (l *looker) look(ctx context.Context) error {
 		}
 	}
 	if err := l.contents(ctx); err != nil {
+		return err
+	}
+	if err := l.intact(ctx); err != nil {
 		return err
 	}
 	return l.t.report(ctx, l.o, l.r)
@@ -252,6 +279,29 @@ func (l *looker) contents(ctx context.Context) error {
 		}
 		return err
 	})
+}
+
+// intact counts blobs that rest as they were pushed.
+func (l *looker) intact(ctx context.Context) error {
+	for after := digest.Digest(""); ; {
+		page, err := l.cat.BlobsAfter(ctx, after, 1000)
+		if err != nil || len(page) == 0 {
+			return err
+		}
+		for _, b := range page {
+			after = b.Digest
+			l.r.Intact.Blobs++
+			l.r.Intact.Bytes += b.Size
+			size, err := l.root.Stat(ctx, catalog.BlobKey(b.Digest))
+			if err != nil && !errors.Is(err, objects.ErrNotFound) {
+				return err
+			}
+			if err == nil && size == b.Size {
+				l.r.Intact.Intact++
+				l.r.Intact.IntactBytes += size
+			}
+		}
+	}
 }
 
 // layer tallies one layer.
