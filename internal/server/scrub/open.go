@@ -50,8 +50,8 @@ func (o *Options) open(ctx context.Context) (end func() error, err error) {
 		if o.Catalog, end, err = sqlite.OpenCopy(ctx, rootdir.CatalogFile(o.Root)); err != nil {
 			return nil, err
 		}
-		closeEncoders := o.openBlobs()
-		return func() error { return errors.Join(closeEncoders(), end()) }, nil
+		closeCatalog, closeEncoders := end, o.openBlobs()
+		return func() error { return errors.Join(closeEncoders(), closeCatalog()) }, nil
 	}
 	var ends []func() error
 	end = func() error {
