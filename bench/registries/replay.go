@@ -2,6 +2,7 @@ package registries
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -31,7 +32,7 @@ type Options struct {
 	Requests                           []trace.Request
 	Name                               string  // of the trace
 	Bytes                              int64   // of all distinct layers: they have the proportions of the trace
-	Speed                              float64 // how much faster than in the trace time goes between requests
+	Speed                              float64 // how much faster than in the trace time goes, but for that from a manifest to its layers
 	Restored                           int64   // of foil serve --restored-max, bytes
 	Hot                                float64 // pulls that earn an intact copy, in selective
 	Cache                              string  // directory on a disk
@@ -299,7 +300,35 @@ type one struct {
 	failed      bool
 }
 
-// play asks for what the trace asks for, when it does, at its speed. Requests of one client wait for none of its others.
+// longest is how much of the time from a manifest to a layer is waited: in some traces a client comes back a day later.
+const longest = 30 * time.Second
+
+// schedule says when what is asked. Time goes faster, but not that from a client's manifest to the layers of the same
+// repository: restoring does not go faster either.
+func schedule(requests []trace.Request, speed float64) []trace.Request {
+	type shown struct{ was, is time.Duration }
+	last := map[[2]string]shown{}
+	list := make([]trace.Request, 0, len(requests))
+	for _, q := range requests {
+		if q.Put {
+			continue
+		}
+		was := q.At
+		q.At = time.Duration(float64(was) / speed)
+		repo, _, _ := strings.Cut(q.Image, ":")
+		who := [2]string{q.Client, repo}
+		if q.Manifest {
+			last[who] = shown{was, q.At}
+		} else if m, ok := last[who]; ok {
+			q.At = m.is + min(was-m.was, longest)
+		}
+		list = append(list, q)
+	}
+	slices.SortStableFunc(list, func(a, b trace.Request) int { return cmp.Compare(a.At, b.At) })
+	return list
+}
+
+// play asks for what the trace asks for, as it is scheduled. Requests of one client wait for none of its others.
 func (o *Options) play(ctx context.Context, s *server, layers map[string]layer, r *Replayed) error {
 	clients := map[string]*http.Client{}
 	defer func() {
@@ -312,11 +341,8 @@ func (o *Options) play(ctx context.Context, s *server, layers map[string]layer, 
 	var work sync.WaitGroup
 	slots := make(chan struct{}, 300)
 	began := time.Now()
-	for _, q := range o.Requests {
-		if q.Put {
-			continue
-		}
-		wait := time.NewTimer(time.Until(began.Add(time.Duration(float64(q.At) / o.Speed))))
+	for _, q := range schedule(o.Requests, o.Speed) {
+		wait := time.NewTimer(time.Until(began.Add(q.At)))
 		select {
 		case <-wait.C:
 		case <-ctx.Done():

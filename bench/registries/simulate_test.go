@@ -2,6 +2,7 @@ package registries
 
 import (
 	"io"
+	"slices"
 	"testing"
 	"time"
 
@@ -40,6 +41,19 @@ func TestSimulate(t *testing.T) {
 	}
 	if s := Simulate(requests, LRU, 0.5, Restoring{}); s.Hit != 0 {
 		t.Errorf("one layer of two fits, and they are asked for in turns: %+v", s)
+	}
+}
+
+// Only the time between images is shortened.
+func TestSchedule(t *testing.T) {
+	got := schedule([]trace.Request{manifest(0, "a"), get(7, "a", "x"), manifest(100, "b"), get(500, "b", "x"), get(1000, "c", "x")}, 100)
+	var at []time.Duration
+	for _, q := range got {
+		at = append(at, q.At)
+	}
+	want := []time.Duration{0, time.Second, 7 * time.Second, 10 * time.Second, 31 * time.Second}
+	if !slices.Equal(at, want) {
+		t.Errorf("at %v, want %v", at, want)
 	}
 }
 

@@ -89,7 +89,7 @@ prediction. With --restore-rate layers take time to be restored, and are waited 
 	flags.StringVar(&o.DockerRegistry, "docker-registry", "docker-registry", "the program of Debian's docker-registry")
 	flags.StringVar(&o.Distribution, "distribution", here(".cache/bin/registry"), "the program of distribution 3")
 	flags.Int64Var(&o.Bytes, "bytes", 100_000_000, "`BYTES` of all distinct layers together")
-	flags.Float64Var(&o.Speed, "speed", 100, "how many times as fast as in the trace time goes")
+	flags.Float64Var(&o.Speed, "speed", 100, "how many times as fast as in the trace time goes, but for that from a manifest to its layers")
 	flags.Int64Var(&o.Restored, "restored-max", 1<<30, "of foil serve, `BYTES`")
 	flags.Float64Var(&o.Hot, "hot", 6, "in the mode selective: pulls that earn an intact copy")
 	flags.StringVar(&o.Cache, "cache", here(".cache"), "directory on a disk, for the registries")
