@@ -91,4 +91,10 @@ func TestMetricsAreDocumented(t *testing.T) {
 	all := s.metrics
 	metricstest.Table(t, file, "serve", metrics.Collectors(all[:len(all)-1]))
 	metricstest.Table(t, file, "upstream", all[len(all)-1])
+	own, err := Start(t.Context(), Options{Root: t.TempDir(), Listen: "127.0.0.1:0", Log: slog.New(slog.DiscardHandler)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer own.Close()
+	metricstest.Table(t, file, "modes", metrics.Collectors(own.metrics[len(own.metrics)-2:]))
 }
