@@ -41,6 +41,7 @@ func TestUsage(t *testing.T) {
 	}
 	size := func(b []byte) int64 { return int64(len(b)) }
 	config, manifest := size(a.blobs[2]), size(a.manifest)
+	blobs := size(base.Bytes) + size(second.Bytes) + size(third.Bytes) + config + size(b.blobs[2])
 	tars := []int64{512 + 5120 + 512 + 3072 + 1024, 512 + 5120 + 1024, 512 + 7168 + 512 + 1024}
 	want := &usage.Report{
 		Repositories: []usage.Repository{{
@@ -53,6 +54,7 @@ func TestUsage(t *testing.T) {
 			Alone: size(second.Bytes) + config + manifest, Shared: size(base.Bytes),
 		}},
 		Layers:   usage.Duplicates{Count: 4, Bytes: 2*size(base.Bytes) + size(second.Bytes) + size(third.Bytes), Distinct: 3, DistinctBytes: size(base.Bytes) + size(second.Bytes) + size(third.Bytes)},
+		Intact:   usage.Intact{Blobs: 5, Bytes: blobs, Intact: 5, IntactBytes: blobs},
 		Files:    usage.Duplicates{Count: 4, Bytes: 20_000, Distinct: 3, DistinctBytes: 15_000},
 		Segments: usage.Duplicates{Count: 4, Bytes: 20_000, Distinct: 3, DistinctBytes: 15_000},
 		Largest:  []usage.Content{{Bytes: 7000, Copies: 1, Path: "w"}, {Bytes: 5000, Copies: 2}},
@@ -93,7 +95,7 @@ func TestUsage(t *testing.T) {
 	if sum != got.Total {
 		t.Errorf("kinds sum up to %+v, all is %+v", sum, got.Total)
 	}
-	if blobs := size(base.Bytes) + size(second.Bytes) + size(third.Bytes) + config + size(b.blobs[2]); kinds["blobs"].Bytes != blobs || kinds["blobs"].Files != 5 {
+	if kinds["blobs"].Bytes != blobs || kinds["blobs"].Files != 5 {
 		t.Errorf("blobs %+v, want %d bytes", kinds["blobs"], blobs)
 	}
 	// A pack is its frames, a table and 72 bytes.
