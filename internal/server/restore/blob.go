@@ -114,7 +114,8 @@ func (b *Blobs) Find(ctx context.Context, d digest.Digest) (*Blob, error) {
 	if errors.Is(err, catalog.ErrNotFound) {
 		err = ErrUnproven
 	}
-	if err == nil && !row.Recipe.Proven() {
+	plain := row.Recipe.Key != "" && row.DiffID == row.Blob // the blob is the tar stream: there is nothing to prove
+	if err == nil && !row.Recipe.Proven() && !plain {
 		err = ErrUnproven
 	}
 	if err != nil {
@@ -126,7 +127,7 @@ func (b *Blobs) Find(ctx context.Context, d digest.Digest) (*Blob, error) {
 		return nil, fmt.Errorf("restore blob %s: %w", d, err)
 	case e != nil:
 		return &Blob{Size: e.Out(), Layer: row, encoding: e}, nil
-	case c == recipe.Plain:
+	case c == recipe.Plain || plain:
 		return &Blob{Size: row.Size, Layer: row}, nil
 	}
 	return nil, fmt.Errorf("restore blob %s: %w", d, ErrUnproven)
