@@ -95,6 +95,7 @@ type Container struct {
 	// is not known yet. Guarded by Set.mu.
 	busy     bool
 	reserved *reservation
+	readers  int // who read its files. Guarded by Set.mu
 }
 
 const version = 1
@@ -515,6 +516,8 @@ func (s *Set) takeForRemoval(ctx context.Context, id string) (*Container, error)
 		return nil, api.Errorf(api.CodeNotFound, "no container %s: `foil ps -a` lists them", id)
 	case c.busy:
 		return nil, api.Errorf(api.CodeConflict, "container %s is just being made or removed: try again in a moment", id)
+	case c.readers > 0:
+		return nil, api.Errorf(api.CodeConflict, "container %s is just being committed or compared: try again in a moment", id)
 	}
 	c.busy = true
 	return c, nil

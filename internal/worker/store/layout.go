@@ -35,6 +35,8 @@ type Wanted struct {
 	TOC      *toc.TOC // nil when the server left it out
 	// Weak names the server, and says why nothing shows that it is this one; empty: it was authenticated.
 	Weak string
+	// Made says that it is made on this worker, and no server knows it.
+	Made bool
 	// By fills the rootfs, unless another one does.
 	By Filler
 	// Leases keep the rootfs, and those that lend to it.
@@ -152,6 +154,7 @@ func (s *Store) layOut(w Wanted) (_ *Rootfs, _ Placement, err error) {
 		Files:   len(t.Inodes),
 		Created: time.Now().UTC(),
 		Weak:    w.Weak,
+		Made:    w.Made,
 	}
 	rec.Since = rec.Created
 	for i := range t.Contents {
