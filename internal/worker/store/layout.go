@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/opencontainers/go-digest"
@@ -145,6 +146,9 @@ func (s *Store) newDir(key origin.Key) string {
 // Store.layout held.
 func (s *Store) layOut(w Wanted) (_ *Rootfs, _ Placement, err error) {
 	img, t := w.Image, w.TOC
+	if name := trusted(t); name != "" {
+		return nil, nil, api.Errorf(api.CodeCorrupt, "the server says that a file of rootfs %s has the attribute %s, which no layer gives: its server lies, or is damaged", img.ChainID, name)
+	}
 	r := rootfs.New(s.each, s.newDir(origin.KeyOf(w.Registry, img.ChainID, img.TOCDigest)))
 	rec := rootfs.Record{
 		Version: rootfs.RecordVersion,
@@ -227,6 +231,19 @@ func (s *Store) layOut(w Wanted) (_ *Rootfs, _ Placement, err error) {
 	}
 	s.opts.At("guarded")
 	return r, place, nil
+}
+
+// trusted returns an attribute of the tree that means something to overlayfs, which would follow it, or "". Layers have
+// none, so no tree that is made of layers has.
+func trusted(t *toc.TOC) string {
+	for _, set := range t.Xattrs {
+		for _, x := range set {
+			if strings.HasPrefix(x.Name, "trusted.") {
+				return x.Name
+			}
+		}
+	}
+	return ""
 }
 
 // wait waits for what begin has begun, whatever comes of it.
