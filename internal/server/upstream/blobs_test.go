@@ -10,6 +10,7 @@ import (
 	"net/http/httptest"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -153,13 +154,14 @@ func TestResumeLater(t *testing.T) {
 			if got := f.get("app/blobs/" + d.String()); !bytes.Equal(got, b) {
 				t.Error("other bytes came")
 			}
-			want := []string{fmt.Sprintf("bytes=%d-", len(left))}
-			if damaged {
-				want = append(want, "")
+			asked := gets()[before:]
+			if want := fmt.Sprintf("bytes=%d-", len(left)); asked[0] != want {
+				t.Errorf("the first request was for the range %q, want %q", asked[0], want)
 			}
-			// The first reader's going may have ended the download once more.
-			if diff := cmp.Diff(want, gets()[before:][:len(want)]); diff != "" {
-				t.Errorf("ranges asked for (-want +got):\n%s", diff)
+			// A reader that leaves ends the download, and the next goes on with what
+			// came: how many resume it is a matter of time.
+			if again := slices.Contains(asked, ""); again != damaged {
+				t.Errorf("the blob was asked for from its start: %v, want %v; ranges asked for: %q", again, damaged, asked)
 			}
 		})
 	}
