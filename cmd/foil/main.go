@@ -82,6 +82,8 @@ func addCommands(root *cobra.Command) {
 			newPullCommand(),
 			newImagesCommand(),
 			newPsCommand(),
+			newDiffCommand(),
+			newCommitCommand(),
 			newStatusCommand(),
 			newVerifyCommand(),
 			newTraceCommand(),

@@ -68,6 +68,7 @@ var table = []probed{
 	{FeatureGate, true, "Linux 6.12", "use Linux 6.14 or newer, or 6.12 or newer with FUSE (modprobe fuse), and put the root directory on ext4, XFS or btrfs", probeGate},
 	{"root directory", true, "", "put the root directory on ext4, XFS or btrfs", probeFilesystem},
 	{"overlayfs", true, "Linux 6.8", "load the module (modprobe overlay), and put the root directory on ext4, XFS or btrfs", probeOverlay},
+	{"overlayfs metacopy", false, "Linux 4.19", "load the module without nfs_export=on: until then a container's chown copies files whole", probeMetacopy},
 	{"runc", true, "runc 1.1", "install it (on Debian and Ubuntu: apt-get install runc)", probeRunc},
 	{"cgroups", true, "", "mount cgroup2 at /sys/fs/cgroup", probeCgroup},
 	{"memfd", true, "Linux 3.17", "use a kernel with CONFIG_MEMFD_CREATE", probeMemfd},

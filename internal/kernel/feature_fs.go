@@ -163,16 +163,23 @@ func probeSELinux(context.Context, string) (string, error) {
 	return "what containers read is labelled " + label, err
 }
 
-func probeOverlay(_ context.Context, dir string) (string, error) {
+func probeOverlay(_ context.Context, dir string) (string, error) { return "", tryOverlay(dir, nil) }
+
+func probeMetacopy(_ context.Context, dir string) (string, error) {
+	return "containers of foil run; not those of containerd, whose programs read upper directories", tryOverlay(dir, Metacopy)
+}
+
+// tryOverlay mounts an overlay, and takes it away again.
+func tryOverlay(dir string, options []string) error {
 	path := func(name string) string { return filepath.Join(dir, name) }
 	for _, name := range []string{"lower", "upper", "work", "mnt"} {
 		if err := os.Mkdir(path(name), 0o700); err != nil {
-			return "", err
+			return err
 		}
 	}
-	err := MountOverlay(Overlay{Lower: []string{path("lower")}, Upper: path("upper"), Work: path("work"), Target: path("mnt")})
+	err := MountOverlay(Overlay{Lower: []string{path("lower")}, Upper: path("upper"), Work: path("work"), Target: path("mnt"), Options: options})
 	if err != nil {
-		return "", err
+		return err
 	}
-	return "", Unmount(path("mnt"), true)
+	return Unmount(path("mnt"), true)
 }

@@ -213,6 +213,9 @@ type Overlay struct {
 	Options []string
 }
 
+// Metacopy are options of an Overlay by which changes of metadata copy no data up, and directories can be renamed.
+var Metacopy = []string{"metacopy=on", "redirect_dir=on"}
+
 // MountOverlay mounts o.
 func MountOverlay(o Overlay) error {
 	what := "mount overlay at " + o.Target

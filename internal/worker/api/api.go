@@ -9,6 +9,8 @@
 //	GET    /v1/containers          -> []Container
 //	DELETE /v1/containers/ID       -> 204 (the container must not be running)
 //	POST   /v1/containers/ID/start Start         -> 204
+//	POST   /v1/containers/ID/commit CommitRequest -> CommitReport
+//	POST   /v1/containers/ID/changes -> Changes, one JSON object a line, the last with Done set
 //	GET    /v1/containers/ID/trace -> TraceStatus (of one that was made to be traced)
 //	POST   /v1/containers/ID/trace TraceRequest -> TraceResult
 //	POST   /v1/tags                TagsRequest -> Tags
@@ -29,6 +31,8 @@ import (
 	"encoding/json"
 	"fmt"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"hydrofoil.dev/foil/internal/worker/credentials"
 )
@@ -167,6 +171,8 @@ type Image struct {
 	ContentTotal int64     `json:"content_total"`
 	ContentHere  int64     `json:"content_here"`
 	Created      time.Time `json:"created"` // on this worker
+	// Made says that it was made here (foil commit), and may be nowhere else: nothing evicts it.
+	Made bool `json:"made,omitempty"`
 }
 
 // ContainerRequest prepares a container's filesystem. The image must be
@@ -190,6 +196,63 @@ type Start struct {
 	// Probe says that there is one; Ready is when it said so, zero before.
 	Probe bool      `json:"probe,omitempty"`
 	Ready time.Time `json:"ready,omitzero"`
+}
+
+// CommitRequest makes an image of what a container has changed.
+type CommitRequest struct {
+	Ref string `json:"ref"` // the image's name, of the registry of the container's image
+	// Changes are instructions of a Dockerfile that say something of the config: see package commit.
+	Changes []string `json:"changes,omitempty"`
+	Message string   `json:"message,omitempty"`
+	Author  string   `json:"author,omitempty"`
+	// Created is when it is said to be made; files with later times get this one, so that who does the same again
+	// gets the same image. Zero: now, and files keep their times.
+	Created time.Time `json:"created,omitzero"`
+	// Pause stops the container's processes while its files are read, if it runs.
+	Pause bool `json:"pause,omitempty"`
+}
+
+// CommitReport says what was made.
+type CommitReport struct {
+	Ref    string `json:"ref"`
+	Digest string `json:"digest"`  // of the manifest
+	DiffID string `json:"diff_id"` // of the new layer
+	// Entries and FileBytes are what is in the layer, LayerBytes what it takes as a tar stream.
+	Entries    int   `json:"entries"`
+	FileBytes  int64 `json:"file_bytes"`
+	LayerBytes int64 `json:"layer_bytes"`
+	// Paused is how long the container stood still, and Took how long all took, in seconds.
+	Paused float64 `json:"paused,omitempty"`
+	Took   float64 `json:"took"`
+}
+
+// Change is one path that a container has changed.
+type Change struct {
+	Kind string `json:"kind"` // added, modified or deleted
+	Path string `json:"path"` // absolute
+	// Type is file, directory, symlink, device or fifo; empty of one that is gone. Bytes are those of a file.
+	Type  string `json:"type,omitempty"`
+	Bytes int64  `json:"bytes,omitempty"`
+	// Opaque, of a directory: nothing in it is the image's any more.
+	Opaque bool   `json:"opaque,omitempty"`
+	Done   bool   `json:"done,omitempty"` // the last line, which is no change
+	Err    string `json:"error,omitempty"`
+	Code   string `json:"code,omitempty"` // of an Error
+}
+
+// TypeOf names the type of a file by its st_mode, as Change.Type does.
+func TypeOf(mode uint32) string {
+	switch mode & unix.S_IFMT {
+	case unix.S_IFREG:
+		return "file"
+	case unix.S_IFDIR:
+		return "directory"
+	case unix.S_IFLNK:
+		return "symlink"
+	case unix.S_IFIFO:
+		return "fifo"
+	}
+	return "device"
 }
 
 // AboutImage asks an image's server something about it. The image need not be

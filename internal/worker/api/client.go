@@ -199,6 +199,30 @@ func (c *Client) Trace(ctx context.Context, id string, req TraceRequest) (*Trace
 	return v, nil
 }
 
+// Commit makes an image of what a container has changed.
+func (c *Client) Commit(ctx context.Context, id string, req CommitRequest) (*CommitReport, error) {
+	v := new(CommitReport)
+	if err := c.call(ctx, "POST", "/v1/containers/"+url.PathEscape(id)+"/commit", req, v); err != nil {
+		return nil, err
+	}
+	return v, nil
+}
+
+// Changes yields what a container has changed of its image. An error ends the sequence.
+func (c *Client) Changes(ctx context.Context, id string) iter.Seq2[Change, error] {
+	return func(yield func(Change, error) bool) {
+		for ch, err := range lines[Change](ctx, c, "/v1/containers/"+url.PathEscape(id)+"/changes", nil) {
+			if err == nil && ch.Err != "" {
+				err = &Error{Code: codeOr(ch.Code), Message: ch.Err}
+			}
+			if ch.Done || !yield(ch, err) || err != nil {
+				return
+			}
+		}
+		yield(Change{}, c.lost("changes of container "+id))
+	}
+}
+
 // Tags asks a registry for the tags of a repository.
 func (c *Client) Tags(ctx context.Context, req TagsRequest) (*Tags, error) {
 	v := new(Tags)

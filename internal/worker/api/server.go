@@ -1,6 +1,7 @@
 package api
 
 import (
+	"bufio"
 	"context"
 	"encoding/json"
 	"net/http"
@@ -32,6 +33,11 @@ type Service interface {
 	// ContainerStarted takes what is known of a container's start, and again when
 	// it is ready.
 	ContainerStarted(ctx context.Context, id string, s Start) error
+	// Commit makes an image of what a container has changed. It fails with CodeConflict while the container's image has
+	// not arrived, or when the container changes files while they are read.
+	Commit(ctx context.Context, id string, req CommitRequest) (*CommitReport, error)
+	// Changes emits what a container has changed of its image. The last has Done set.
+	Changes(ctx context.Context, id string, emit func(Change) error) error
 	// TraceStatus and Trace fail with CodeNotFound when the container was not
 	// made to be traced by this daemon.
 	TraceStatus(ctx context.Context, id string) (*TraceStatus, error)
@@ -92,6 +98,12 @@ func Handler(s Service) http.Handler {
 			return s.ContainerStarted(ctx, r.PathValue("id"), req)
 		})
 	})
+	mux.HandleFunc("POST /v1/containers/{id}/commit", func(w http.ResponseWriter, r *http.Request) {
+		ask(w, r, http.StatusCreated, func(ctx context.Context, req CommitRequest) (*CommitReport, error) {
+			return s.Commit(ctx, r.PathValue("id"), req)
+		})
+	})
+	mux.HandleFunc("POST /v1/containers/{id}/changes", func(w http.ResponseWriter, r *http.Request) { changes(w, r, s) })
 	mux.HandleFunc("GET /v1/containers/{id}/trace", func(w http.ResponseWriter, r *http.Request) {
 		v, err := s.TraceStatus(r.Context(), r.PathValue("id"))
 		answer(w, http.StatusOK, v, err)
@@ -165,6 +177,28 @@ func verify(w http.ResponseWriter, r *http.Request, of func(ctx context.Context,
 		last.Bad, last.Err, last.Code = "", e.Message, e.Code
 		_ = out.send(last)
 	}
+}
+
+// changes answers as pull does.
+func changes(w http.ResponseWriter, r *http.Request, s Service) {
+	out := bufio.NewWriterSize(w, 64<<10) // there may be very many
+	lines, begun := json.NewEncoder(out), false
+	err := s.Changes(r.Context(), r.PathValue("id"), func(c Change) error {
+		if !begun {
+			w.Header().Set("Content-Type", "application/x-ndjson")
+			begun = true
+		}
+		return lines.Encode(c)
+	})
+	if err != nil {
+		e := AsError(err)
+		if !begun {
+			WriteError(w, err)
+			return
+		}
+		_ = lines.Encode(Change{Err: e.Message, Code: e.Code})
+	}
+	_ = out.Flush() // the client may be gone: nobody is left to tell
 }
 
 func toc(w http.ResponseWriter, r *http.Request, s Service) {

@@ -95,6 +95,7 @@ type Container struct {
 	// is not known yet. Guarded by Set.mu.
 	busy     bool
 	reserved *reservation
+	readers  int // who read its files. Guarded by Set.mu
 }
 
 const version = 1
@@ -378,13 +379,25 @@ func (s *Set) Pull(ctx context.Context, req api.PullRequest, emit func(api.Event
 	return err
 }
 
+// mount mounts a container's filesystem. A change of a file's owner or mode copies its metadata only (metacopy), so that
+// an entrypoint's chown -R fetches nothing; and a directory that is renamed stays where it lies. Who reads the upper
+// directory has to know that, as package changes does.
+//
+// What overlayfs notes for that are attributes in trusted.overlay. Neither the image has any (store.layOut sees to
+// that), nor can a container make some: it lacks the capability, and with it the kernel gives them other names.
 func mount(c *Container, lower string) error {
-	err := kernel.MountOverlay(kernel.Overlay{
-		Lower:  []string{lower},
-		Upper:  filepath.Join(c.Dir, "upper"),
-		Work:   filepath.Join(c.Dir, "work"),
-		Target: c.Rootfs,
-	})
+	o := kernel.Overlay{
+		Lower:   []string{lower},
+		Upper:   filepath.Join(c.Dir, "upper"),
+		Work:    filepath.Join(c.Dir, "work"),
+		Target:  c.Rootfs,
+		Options: kernel.Metacopy,
+	}
+	err := kernel.MountOverlay(o)
+	if errors.Is(err, unix.EINVAL) { // the module's parameters forbid it
+		o.Options = nil
+		err = kernel.MountOverlay(o)
+	}
 	if err != nil {
 		return fmt.Errorf("mount the filesystem of container %s: %w", c.ID, err)
 	}
@@ -515,6 +528,8 @@ func (s *Set) takeForRemoval(ctx context.Context, id string) (*Container, error)
 		return nil, api.Errorf(api.CodeNotFound, "no container %s: `foil ps -a` lists them", id)
 	case c.busy:
 		return nil, api.Errorf(api.CodeConflict, "container %s is just being made or removed: try again in a moment", id)
+	case c.readers > 0:
+		return nil, api.Errorf(api.CodeConflict, "container %s is just being committed or compared: try again in a moment", id)
 	}
 	c.busy = true
 	return c, nil

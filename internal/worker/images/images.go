@@ -44,6 +44,8 @@ type Image struct {
 	Entrypoint []string `json:"entrypoint,omitzero"`
 	Args       []string `json:"args,omitzero"`
 	NoStartup  bool     `json:"no_startup,omitempty"`
+	// Made says that it was made on this worker, and may be nowhere else.
+	Made bool `json:"made,omitempty"`
 }
 
 // Version is that of records that are written now.

@@ -45,6 +45,9 @@ func (n *Node) evictable() (list []*candidate, stays map[*store.Rootfs]string) {
 		if why := n.stays(img.Ref, img.Rootfs, r); why != "" {
 			stays[r] = why
 		}
+		if img.Made {
+			stays[r] = "it was made here, and may be nowhere else"
+		}
 		if ids := on[img.Rootfs]; len(ids) > 0 {
 			stays[r] = "container " + ids[0] + " uses it"
 		}
@@ -92,7 +95,7 @@ func (n *Node) evict(c *candidate, why string) bool {
 		}
 		defer unblock()
 		img := n.images.Get(ref)
-		if running != nil || img == nil || n.Held(img.Rootfs) || len(n.ContainersOn(img.Rootfs)) > 0 {
+		if running != nil || img == nil || img.Made || n.Held(img.Rootfs) || len(n.ContainersOn(img.Rootfs)) > 0 {
 			return false
 		}
 	}

@@ -49,6 +49,25 @@ func TestMetadataIsBounded(t *testing.T) {
 	h.mustPull(s.Serve("app:2", newFakeImage(t, some(1, 3, 1000))), api.Complete)
 }
 
+// An image whose server gives files attributes that overlayfs would follow is refused: no layer has them.
+func TestTrustedAttributesAreRefused(t *testing.T) {
+	s := newFakeServer(t)
+	h := newHost(t)
+	m := newFakeImage(t, some(1, 3, 1000)).Change(t, func(x *toc.TOC) {
+		x.Xattrs = [][]toc.Xattr{nil, {{Name: "trusted.overlay.redirect", Value: []byte("/elsewhere")}}}
+		for i := range x.Inodes {
+			x.Inodes[i].Xattrs = 1
+		}
+	})
+	_, err := h.pull(s.Serve("app:1", m), api.Complete)
+	if codeOfErr(err) != api.CodeCorrupt || !strings.Contains(err.Error(), "trusted.overlay.redirect, which no layer gives") {
+		t.Errorf("pull: %v", err)
+	}
+	if _, err := os.Stat(h.dir(m)); err == nil {
+		t.Error("it was begun")
+	}
+}
+
 // The metadata image counts against what is left of the disk, before it is written.
 func TestMetadataNeedsRoom(t *testing.T) {
 	s := newFakeServer(t)

@@ -102,6 +102,7 @@ func (n *Node) Images(context.Context) ([]api.Image, error) {
 			State:   stateOf(r),
 			Why:     img.Why,
 			Created: img.Created,
+			Made:    img.Made,
 		}
 		if r != nil {
 			v.Proof = n.prover.StateOf(img.Image).String()

@@ -18,6 +18,9 @@ func (r *Rootfs) Origin() string { return r.rec.Origin }
 // Unwalled reports whether a version that knew no origins laid it out.
 func (r *Rootfs) Unwalled() bool { return r.rec.Unwalled }
 
+// Made reports whether it was made on this worker: no server knows it.
+func (r *Rootfs) Made() bool { return r.rec.Made }
+
 // Adopt notes whose an unwalled rootfs is. It is called before anybody knows of it.
 func (r *Rootfs) Adopt(registry string) { r.rec.Origin, r.rec.Version = registry, RecordVersion }
 

@@ -30,6 +30,8 @@ const (
 	OldMetaName   = "meta.erofs.old"
 	// ProofName is a directory: the entry lists of layers that were proven (package proof).
 	ProofName = "proof"
+	// LayerPrefix begins the names of layers that were made on this worker (package commit).
+	LayerPrefix = "layer-"
 )
 
 // Record is rootfs.json.
@@ -63,6 +65,8 @@ type Record struct {
 	Weak string `json:"weak,omitempty"`
 	// Since is from when on it has been here unproven; a version that proved nothing noted none.
 	Since time.Time `json:"since,omitzero"`
+	// Made says that it was made on this worker, of a container: no server knows it.
+	Made bool `json:"made,omitempty"`
 	// Wrong says which content was hashed whole, and is not what its ID says, or why it is not what its image's
 	// layers make; empty: nothing. Nothing is served from it.
 	Wrong string `json:"wrong,omitempty"`

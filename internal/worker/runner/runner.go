@@ -30,6 +30,7 @@ import (
 	"os/exec"
 	"strings"
 	"syscall"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -152,6 +153,36 @@ func (r *Runner) List(ctx context.Context) ([]State, error) {
 func (r *Runner) Kill(ctx context.Context, id string, sig unix.Signal) error {
 	if _, err := r.run(ctx, "kill", id, fmt.Sprint(int(sig))); err != nil {
 		return fmt.Errorf("kill container %s: %w", id, err)
+	}
+	return nil
+}
+
+// Pause has all processes of a container stand still until Resume. Errors: ErrNotFound.
+func (r *Runner) Pause(ctx context.Context, id string) error {
+	for end := time.Now().Add(freezeWithin); ; {
+		_, err := r.run(ctx, "pause", id)
+		if err == nil {
+			return nil
+		}
+		if !strings.Contains(err.Error(), "unable to freeze") || time.Now().After(end) {
+			return fmt.Errorf("pause container %s: %w", id, err)
+		}
+		select {
+		case <-time.After(10 * time.Millisecond):
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+	}
+}
+
+// freezeWithin is how long runc is asked again to pause a container. With cgroup v1 it gives up after some
+// milliseconds, which a process that is busy in the kernel on a busy host does not stop within.
+const freezeWithin = 5 * time.Second
+
+// Resume has them go on. Errors: ErrNotFound.
+func (r *Runner) Resume(ctx context.Context, id string) error {
+	if _, err := r.run(ctx, "resume", id); err != nil {
+		return fmt.Errorf("resume container %s: %w", id, err)
 	}
 	return nil
 }

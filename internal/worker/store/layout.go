@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/opencontainers/go-digest"
@@ -35,6 +36,8 @@ type Wanted struct {
 	TOC      *toc.TOC // nil when the server left it out
 	// Weak names the server, and says why nothing shows that it is this one; empty: it was authenticated.
 	Weak string
+	// Made says that it is made on this worker, and no server knows it.
+	Made bool
 	// By fills the rootfs, unless another one does.
 	By Filler
 	// Leases keep the rootfs, and those that lend to it.
@@ -143,6 +146,9 @@ func (s *Store) newDir(key origin.Key) string {
 // Store.layout held.
 func (s *Store) layOut(w Wanted) (_ *Rootfs, _ Placement, err error) {
 	img, t := w.Image, w.TOC
+	if name := trusted(t); name != "" {
+		return nil, nil, api.Errorf(api.CodeCorrupt, "the server says that a file of rootfs %s has the attribute %s, which no layer gives: its server lies, or is damaged", img.ChainID, name)
+	}
 	r := rootfs.New(s.each, s.newDir(origin.KeyOf(w.Registry, img.ChainID, img.TOCDigest)))
 	rec := rootfs.Record{
 		Version: rootfs.RecordVersion,
@@ -152,6 +158,7 @@ func (s *Store) layOut(w Wanted) (_ *Rootfs, _ Placement, err error) {
 		Files:   len(t.Inodes),
 		Created: time.Now().UTC(),
 		Weak:    w.Weak,
+		Made:    w.Made,
 	}
 	rec.Since = rec.Created
 	for i := range t.Contents {
@@ -224,6 +231,19 @@ func (s *Store) layOut(w Wanted) (_ *Rootfs, _ Placement, err error) {
 	}
 	s.opts.At("guarded")
 	return r, place, nil
+}
+
+// trusted returns an attribute of the tree that means something to overlayfs, which would follow it, or "". Layers have
+// none, so no tree that is made of layers has.
+func trusted(t *toc.TOC) string {
+	for _, set := range t.Xattrs {
+		for _, x := range set {
+			if strings.HasPrefix(x.Name, "trusted.") {
+				return x.Name
+			}
+		}
+	}
+	return ""
 }
 
 // wait waits for what begin has begun, whatever comes of it.

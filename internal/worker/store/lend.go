@@ -141,6 +141,15 @@ func (s *Store) shrink(r *Rootfs, borrowers []*Rootfs) (freed int64, err error) 
 	if err := os.RemoveAll(ProofDir(r)); err != nil {
 		return 0, err
 	}
+	layers, err := filepath.Glob(r.Path(rootfs.LayerPrefix + "*"))
+	if err != nil {
+		return 0, err
+	}
+	for _, path := range layers {
+		if err := os.Remove(path); err != nil {
+			return 0, err
+		}
+	}
 	for _, name := range append([]string{mounts.Image, mounts.Image + ".new", rootfs.OldMetaName, rootfs.TOCName, rootfs.PlacementName, rootfs.BorrowersName}, mounts.Files...) {
 		if err := os.Remove(r.Path(name)); err != nil && !errors.Is(err, os.ErrNotExist) {
 			return 0, err

@@ -263,7 +263,8 @@ func (s *Store) mayServe(r *Rootfs, registry string) bool {
 	return s.opts.Groups.Same(r.Origin(), registry)
 }
 
-// Haves names every rootfs that is here, wholly or in part, and of which the servers of a registry may know, and
+// Haves names every rootfs that is here, wholly or in part, and of which the servers of a registry may know (not those that
+// were made here), and
 // has l keep their arenas: what a server leaves out because of them must still be here when its
 // place is looked for. named is the rootfs that the image names by now, if any: of one that no origins are known
 // of, its own server is told, and nobody else.
@@ -271,7 +272,7 @@ func (s *Store) Haves(l *Leases, registry string, named origin.Key) []bundle.Hav
 	var kept []*Rootfs
 	s.mu.Lock()
 	for key, r := range s.rootfs {
-		if r.Broken() == nil && (key == named || s.mayServe(r, registry) && !r.Unwalled()) {
+		if r.Broken() == nil && !r.Made() && (key == named || s.mayServe(r, registry) && !r.Unwalled()) {
 			l.Take(r)
 			kept = append(kept, r)
 		}

@@ -23,6 +23,8 @@ type Funcs struct {
 	Containers_      func(ctx context.Context) ([]api.Container, error)
 	RemoveContainer_ func(ctx context.Context, id string) error
 	Started_         func(ctx context.Context, id string, s api.Start) error
+	Commit_          func(ctx context.Context, id string, req api.CommitRequest) (*api.CommitReport, error)
+	Changes_         func(ctx context.Context, id string, emit func(api.Change) error) error
 	TraceStatus_     func(ctx context.Context, id string) (*api.TraceStatus, error)
 	Trace_           func(ctx context.Context, id string, req api.TraceRequest) (*api.TraceResult, error)
 	Tags_            func(ctx context.Context, req api.TagsRequest) (*api.Tags, error)
@@ -97,6 +99,20 @@ func (f Funcs) ContainerStarted(ctx context.Context, id string, s api.Start) err
 		return nil
 	}
 	return f.Started_(ctx, id, s)
+}
+
+func (f Funcs) Commit(ctx context.Context, id string, req api.CommitRequest) (*api.CommitReport, error) {
+	if f.Commit_ == nil {
+		return nil, unsupported("commit containers")
+	}
+	return f.Commit_(ctx, id, req)
+}
+
+func (f Funcs) Changes(ctx context.Context, id string, emit func(api.Change) error) error {
+	if f.Changes_ == nil {
+		return unsupported("tell changes")
+	}
+	return f.Changes_(ctx, id, emit)
 }
 
 func (f Funcs) TraceStatus(ctx context.Context, id string) (*api.TraceStatus, error) {
