@@ -212,7 +212,7 @@ func TestCommitARunningContainer(t *testing.T) {
 	}
 	r.prints("stopped")
 	if code := r.ends(); code != 3 {
-		t.Errorf("exit code %d", code)
+		t.Errorf("exit code %d: %s", code, r.errOut.String())
 	}
 	out, stderr, code := command(t, "run", "--root", w.root, "--rm", s.addr+"/app:2", "--", "/bin/sh", "-c", `read a </count; read b </copy; [ $((a-b)) -le 1 ] && echo fine`)
 	if code != 0 || out != "fine\n" {
