@@ -11,6 +11,7 @@ import (
 
 	"hydrofoil.dev/foil/internal/progress"
 	"hydrofoil.dev/foil/internal/server/catalog"
+	"hydrofoil.dev/foil/internal/server/catalog/sqlcat"
 	"hydrofoil.dev/foil/internal/server/catalog/sqlite"
 	"hydrofoil.dev/foil/internal/server/guard"
 	"hydrofoil.dev/foil/internal/server/holdings"
@@ -30,7 +31,7 @@ func (f *holdingsFlags) add(cmd *cobra.Command) {
 }
 
 // open reads the rules, and opens the catalog to read it.
-func (f *holdingsFlags) open(ctx context.Context) (*holdings.Rules, *sqlite.Catalog, error) {
+func (f *holdingsFlags) open(ctx context.Context) (*holdings.Rules, *sqlcat.Catalog, error) {
 	rules, err := readRules(f.access, guard.ParseHoldings)
 	if err != nil {
 		return nil, nil, err

@@ -18,6 +18,7 @@ import (
 	lt "hydrofoil.dev/foil/internal/format/layer/layertest"
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/format/toc"
+	"hydrofoil.dev/foil/internal/server/catalog/sqlcat"
 	"hydrofoil.dev/foil/internal/server/catalog/sqlite"
 	"hydrofoil.dev/foil/internal/server/dedup"
 	"hydrofoil.dev/foil/internal/server/ingest"
@@ -97,7 +98,7 @@ func killedLayers(t testing.TB) []lt.Blob {
 	return blobs
 }
 
-func openDir(dir string) (objects.Store, *sqlite.Catalog, error) {
+func openDir(dir string) (objects.Store, *sqlcat.Catalog, error) {
 	store, err := objects.OpenDir(filepath.Join(dir, "objects"))
 	if err != nil {
 		return nil, nil, err

@@ -32,6 +32,7 @@ import (
 	"hydrofoil.dev/foil/internal/format/layer"
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/server/catalog"
+	"hydrofoil.dev/foil/internal/server/catalog/sqlcat"
 	"hydrofoil.dev/foil/internal/server/catalog/sqlite"
 	"hydrofoil.dev/foil/internal/server/dedup"
 	"hydrofoil.dev/foil/internal/server/journal"
@@ -73,7 +74,7 @@ type Progress struct {
 
 // Report is what was made of what.
 type Report struct {
-	Catalog sqlite.Stats `json:"catalog"`
+	Catalog sqlcat.Stats `json:"catalog"`
 	Journal struct {
 		Objects int      `json:"objects"`
 		Changes int64    `json:"changes"`
@@ -93,7 +94,7 @@ type rebuilder struct {
 	o      Options
 	store  objects.Store
 	dedup  *dedup.Store
-	cat    *sqlite.Catalog
+	cat    *sqlcat.Catalog
 	report *Report
 	last   uint64 // version
 }

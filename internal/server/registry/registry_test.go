@@ -24,6 +24,7 @@ import (
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
 	"hydrofoil.dev/foil/internal/server/catalog"
+	"hydrofoil.dev/foil/internal/server/catalog/sqlcat"
 	"hydrofoil.dev/foil/internal/server/catalog/sqlite"
 	"hydrofoil.dev/foil/internal/server/objects"
 	"hydrofoil.dev/foil/internal/server/objects/objectstest"
@@ -37,7 +38,7 @@ type fixture struct {
 	dir   string
 	opts  registry.Options // what differs from the defaults
 	store objects.Store
-	cat   *sqlite.Catalog
+	cat   *sqlcat.Catalog
 	reg   *registry.Registry
 	http  *httptest.Server
 

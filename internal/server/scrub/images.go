@@ -10,11 +10,11 @@ import (
 	"hydrofoil.dev/foil/internal/format/flatten"
 	"hydrofoil.dev/foil/internal/format/oci"
 	"hydrofoil.dev/foil/internal/server/catalog"
-	"hydrofoil.dev/foil/internal/server/catalog/sqlite"
+	"hydrofoil.dev/foil/internal/server/catalog/sqlcat"
 	"hydrofoil.dev/foil/internal/server/ingest"
 )
 
-type manifest = sqlite.ImageManifest
+type manifest = sqlcat.ImageManifest
 
 // nameImages says of each finding which images need it.
 func (s *Scrubber) nameImages(ctx context.Context) error {

@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 
 	"hydrofoil.dev/foil/internal/server/catalog"
+	"hydrofoil.dev/foil/internal/server/catalog/sqlcat"
 	"hydrofoil.dev/foil/internal/server/catalog/sqlite"
 	"hydrofoil.dev/foil/internal/server/journal"
 	"hydrofoil.dev/foil/internal/server/objects"
@@ -91,7 +92,7 @@ func (s *Scrubber) nameDamaged(damaged []journal.Damaged, how string) error {
 
 // replay makes the changes of the journal in a catalog, and reports whether it says that it is whole. Compaction may take objects
 // away meanwhile.
-func (s *Scrubber) replay(ctx context.Context, to *sqlite.Catalog) (damaged []journal.Damaged, whole bool, err error) {
+func (s *Scrubber) replay(ctx context.Context, to *sqlcat.Catalog) (damaged []journal.Damaged, whole bool, err error) {
 	j := journal.New(s.store, journal.Options{Fan: 1 << 30, Log: s.o.Log}) // that compacts nothing
 	defer j.Close()                                                        //nolint:errcheck // it only reads
 	for {
@@ -120,14 +121,14 @@ func (s *Scrubber) replay(ctx context.Context, to *sqlite.Catalog) (damaged []jo
 }
 
 // compare counts what the catalog has and the one made of the journal has not, or otherwise, and the reverse.
-func (s *Scrubber) compare(ctx context.Context, beside *sqlite.Catalog) (lacks int, err error) {
+func (s *Scrubber) compare(ctx context.Context, beside *sqlcat.Catalog) (lacks int, err error) {
 	return lacks, errors.Join(
 		each(ctx, s.o.Catalog, beside, func(other []catalog.Change) error { lacks += len(other); return nil }),
 		each(ctx, beside, s.o.Catalog, func(other []catalog.Change) error { lacks += len(other); return nil }))
 }
 
 // each calls fn with what a has, and b has not or otherwise.
-func each(ctx context.Context, a, b *sqlite.Catalog, fn func(other []catalog.Change) error) error {
+func each(ctx context.Context, a, b *sqlcat.Catalog, fn func(other []catalog.Change) error) error {
 	return a.EachLogged(ctx, func(changes []catalog.Change) error {
 		other, err := b.Differs(ctx, changes)
 		if err != nil || len(other) == 0 {
@@ -138,7 +139,7 @@ func each(ctx context.Context, a, b *sqlite.Catalog, fn func(other []catalog.Cha
 }
 
 // logAgain logs what differs, at its present value: what changed meanwhile is no worse for it.
-func (s *Scrubber) logAgain(ctx context.Context, beside *sqlite.Catalog) error {
+func (s *Scrubber) logAgain(ctx context.Context, beside *sqlcat.Catalog) error {
 	again := func(other []catalog.Change) error { return s.o.Catalog.LogAgain(ctx, other) }
 	return errors.Join(each(ctx, s.o.Catalog, beside, again), each(ctx, beside, s.o.Catalog, again),
 		again([]catalog.Change{{Kind: catalog.ChangesWhole}}))

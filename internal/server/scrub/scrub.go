@@ -48,7 +48,7 @@ import (
 	"hydrofoil.dev/foil/internal/durable"
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/server/catalog"
-	"hydrofoil.dev/foil/internal/server/catalog/sqlite"
+	"hydrofoil.dev/foil/internal/server/catalog/sqlcat"
 	"hydrofoil.dev/foil/internal/server/dedup"
 	"hydrofoil.dev/foil/internal/server/ingest"
 	"hydrofoil.dev/foil/internal/server/objects"
@@ -59,7 +59,7 @@ import (
 type Options struct {
 	// Root is the server's root, Catalog and Objects what is below it. Required.
 	Root    string
-	Catalog *sqlite.Catalog
+	Catalog *sqlcat.Catalog
 	Objects objects.Store
 	// Ingester mends what is made of blobs. Required unless Check is set.
 	Ingester *ingest.Ingester

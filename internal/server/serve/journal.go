@@ -10,6 +10,7 @@ import (
 	"sync"
 
 	"hydrofoil.dev/foil/internal/server/catalog"
+	"hydrofoil.dev/foil/internal/server/catalog/sqlcat"
 	"hydrofoil.dev/foil/internal/server/catalog/sqlite"
 	"hydrofoil.dev/foil/internal/server/journal"
 	"hydrofoil.dev/foil/internal/server/objects"
@@ -21,7 +22,7 @@ import (
 const checkedAtStart = 64 << 20
 
 // openCatalog opens the catalog, and has it log its changes to the journal in store.
-func (s *Server) openCatalog(ctx context.Context, store objects.Store) (*sqlite.Catalog, error) {
+func (s *Server) openCatalog(ctx context.Context, store objects.Store) (*sqlcat.Catalog, error) {
 	root := s.opts.Root
 	if err := os.MkdirAll(rootdir.Catalog(root), 0o700); err != nil {
 		return nil, err

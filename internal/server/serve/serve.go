@@ -48,7 +48,7 @@ import (
 	"hydrofoil.dev/foil/internal/server/admin"
 	"hydrofoil.dev/foil/internal/server/bundles"
 	"hydrofoil.dev/foil/internal/server/catalog"
-	"hydrofoil.dev/foil/internal/server/catalog/sqlite"
+	"hydrofoil.dev/foil/internal/server/catalog/sqlcat"
 	"hydrofoil.dev/foil/internal/server/collect"
 	"hydrofoil.dev/foil/internal/server/dedup"
 	"hydrofoil.dev/foil/internal/server/guard"
@@ -232,7 +232,7 @@ func Start(ctx context.Context, opts Options) (_ *Server, err error) {
 
 // parts are what the server is assembled of.
 type parts struct {
-	local    *sqlite.Catalog       // below the root
+	local    *sqlcat.Catalog       // below the root
 	catalog  catalog.Catalog       // local, or the accelerator's view of it
 	rest     objects.Store         // where objects rest: below the root, or in a bucket
 	here     objects.Store         // rest, with what is near of a bucket

@@ -26,6 +26,7 @@ import (
 	"hydrofoil.dev/foil/internal/format/layer"
 	"hydrofoil.dev/foil/internal/format/oci"
 	"hydrofoil.dev/foil/internal/server/catalog"
+	"hydrofoil.dev/foil/internal/server/catalog/sqlcat"
 	"hydrofoil.dev/foil/internal/server/catalog/sqlite"
 	"hydrofoil.dev/foil/internal/server/dedup"
 	"hydrofoil.dev/foil/internal/server/objects"
@@ -132,7 +133,7 @@ type Report struct {
 
 type looker struct {
 	o       Options
-	cat     *sqlite.Catalog
+	cat     *sqlcat.Catalog
 	objects objects.Store
 	packs   *dedup.Store
 	t       *tally

@@ -2,24 +2,38 @@ package sqlite
 
 import (
 	"context"
+	"database/sql"
 	"errors"
 	"fmt"
+	"net/url"
 	"os"
 	"path/filepath"
 
-	"github.com/opencontainers/go-digest"
-
-	"hydrofoil.dev/foil/internal/server/catalog"
-	"hydrofoil.dev/foil/internal/server/catalog/sqlite/database"
+	"hydrofoil.dev/foil/internal/server/catalog/sqlcat"
 )
 
 // Copy makes the file to, which must not be there, the catalog in the file from as one transaction sees it. A server may use
 // from meanwhile.
-func Copy(ctx context.Context, from, to string) error { return database.Copy(ctx, from, to) }
+func Copy(ctx context.Context, from, to string) error {
+	abs, err := filepath.Abs(from)
+	if err != nil {
+		return fmt.Errorf("copy catalog %s: %w", from, err)
+	}
+	q := url.Values{"_pragma": {"busy_timeout(10000)"}, "mode": {"rw"}} // rw, or it would make what is not there
+	db, err := sql.Open("sqlite", (&url.URL{Scheme: "file", Path: abs, RawQuery: q.Encode()}).String())
+	if err != nil {
+		return fmt.Errorf("copy catalog %s: %w", from, err)
+	}
+	defer db.Close() //nolint:errcheck // it only read
+	if _, err := db.ExecContext(ctx, `VACUUM INTO ?`, to); err != nil {
+		return fmt.Errorf("copy catalog %s: %w", from, known(err))
+	}
+	return nil
+}
 
 // OpenCopy opens a copy of the catalog in the file from, as one transaction sees it. A server may use from meanwhile. The
 // copy is in the directory for temporary files, and gone when it is closed.
-func OpenCopy(ctx context.Context, from string) (c *Catalog, end func() error, err error) {
+func OpenCopy(ctx context.Context, from string) (c *sqlcat.Catalog, end func() error, err error) {
 	dir, err := os.MkdirTemp("", "foil-catalog-")
 	if err != nil {
 		return nil, nil, err
@@ -32,32 +46,4 @@ func OpenCopy(ctx context.Context, from string) (c *Catalog, end func() error, e
 		return nil, nil, errors.Join(err, os.RemoveAll(dir))
 	}
 	return c, func() error { return errors.Join(c.Close(), os.RemoveAll(dir)) }, nil
-}
-
-// EachKey calls fn for the keys of all objects that cannot be made again: blobs, and packs.
-func (c *Catalog) EachKey(ctx context.Context, fn func(key string) error) error {
-	for _, query := range []string{
-		`SELECT DISTINCT digest FROM blobs WHERE digest > ? ORDER BY digest LIMIT 1000`,
-		`SELECT key FROM packs WHERE key > ? ORDER BY key LIMIT 1000`,
-	} {
-		for after := ""; ; {
-			page, err := c.db.Strings(ctx, query, after)
-			if err != nil {
-				return fmt.Errorf("list keys: %w", database.Known(err))
-			}
-			if len(page) == 0 {
-				break
-			}
-			for _, key := range page {
-				after = key
-				if d := digest.Digest(key); d.Validate() == nil {
-					key = catalog.BlobKey(d)
-				}
-				if err := fn(key); err != nil {
-					return err
-				}
-			}
-		}
-	}
-	return nil
 }

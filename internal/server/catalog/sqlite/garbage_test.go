@@ -28,7 +28,7 @@ func packOf(key string, ids ...segment.ID) catalog.Pack {
 func everything() catalog.Due { return catalog.Due{Now: time.Now(), Grace: -1, Limit: 100} }
 
 // place returns the pack where a segment is found, and "" when there is none.
-func place(t *testing.T, c *sqlite.Catalog, id segment.ID) string {
+func place(t *testing.T, c *sqlite.Opened, id segment.ID) string {
 	t.Helper()
 	keep := c.Keep()
 	defer keep.Release()

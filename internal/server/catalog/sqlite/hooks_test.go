@@ -18,7 +18,7 @@ import (
 	"hydrofoil.dev/foil/internal/server/catalog/sqlite"
 )
 
-func tidied(t testing.TB, c *sqlite.Catalog) {
+func tidied(t testing.TB, c *sqlite.Opened) {
 	t.Helper()
 	for more, n := true, 0; more; n++ {
 		var err error
@@ -31,7 +31,7 @@ func tidied(t testing.TB, c *sqlite.Catalog) {
 	}
 }
 
-func count(t testing.TB, c *sqlite.Catalog, query string) (n int64) {
+func count(t testing.TB, c *sqlite.Opened, query string) (n int64) {
 	t.Helper()
 	if err := c.Databases()["read"].QueryRowContext(t.Context(), query).Scan(&n); err != nil {
 		t.Fatal(err)
@@ -40,7 +40,7 @@ func count(t testing.TB, c *sqlite.Catalog, query string) (n int64) {
 }
 
 // find returns the packs where segments may be, which are released.
-func find(t testing.TB, c *sqlite.Catalog, ids ...segment.ID) []string {
+func find(t testing.TB, c *sqlite.Opened, ids ...segment.ID) []string {
 	t.Helper()
 	keep := c.Keep()
 	defer keep.Release()
@@ -119,7 +119,7 @@ func TestCatalogWithSegments(t *testing.T) {
 	older(t, path, 7, append(append([]string{`BEGIN`}, statements...), `COMMIT`)...)
 
 	gone := -1
-	all := func(c *sqlite.Catalog) {
+	all := func(c *sqlite.Opened) {
 		t.Helper()
 		for p := range packs {
 			var want []string

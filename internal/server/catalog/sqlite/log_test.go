@@ -22,14 +22,14 @@ import (
 )
 
 // journaled opens the catalog and the journal below dir, and attaches one to the other.
-func journaled(t testing.TB, dir string, at func(string)) (*sqlite.Catalog, *journal.Journal, error) {
+func journaled(t testing.TB, dir string, at func(string)) (*sqlite.Opened, *journal.Journal, error) {
 	t.Helper()
 	store, err := objects.OpenDir(filepath.Join(dir, "objects"))
 	if err != nil {
 		t.Fatal(err)
 	}
 	j := journal.New(store, journal.Options{Fan: 1000, At: at, Log: slog.New(slog.NewTextHandler(io.Discard, nil))})
-	c, err := sqlite.Open(t.Context(), filepath.Join(dir, "db"))
+	c, err := sqlite.OpenConnections(t.Context(), filepath.Join(dir, "db"))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -53,7 +53,7 @@ func manifestOf(s string) catalog.Manifest {
 }
 
 // all is what a catalog holds of one repository, and of the layers.
-func all(t testing.TB, c *sqlite.Catalog, repo string) map[string]string {
+func all(t testing.TB, c *sqlite.Opened, repo string) map[string]string {
 	t.Helper()
 	got := map[string]string{}
 	tags, err := c.Tags(t.Context(), repo, "", -1)
@@ -82,7 +82,7 @@ func all(t testing.TB, c *sqlite.Catalog, repo string) map[string]string {
 }
 
 // rebuilt is what the journal below dir makes of an empty catalog.
-func rebuilt(t testing.TB, dir string) (c *sqlite.Catalog, whole bool) {
+func rebuilt(t testing.TB, dir string) (c *sqlite.Opened, whole bool) {
 	t.Helper()
 	store, err := objects.OpenDir(filepath.Join(dir, "objects"))
 	must(t, err)
@@ -245,7 +245,7 @@ func BenchmarkPush(b *testing.B) {
 		for _, clients := range []int{1, 16} {
 			b.Run(fmt.Sprintf("journal=%v/clients=%d", with, clients), func(b *testing.B) {
 				dir := b.TempDir()
-				var c *sqlite.Catalog
+				var c *sqlite.Opened
 				if with {
 					var err error
 					if c, _, err = journaled(b, dir, nil); err != nil {

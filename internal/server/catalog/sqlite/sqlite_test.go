@@ -26,9 +26,9 @@ func TestCatalog(t *testing.T) {
 	})
 }
 
-func open(t testing.TB, path string) *sqlite.Catalog {
+func open(t testing.TB, path string) *sqlite.Opened {
 	t.Helper()
-	c, err := sqlite.Open(t.Context(), path)
+	c, err := sqlite.OpenConnections(t.Context(), path)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -43,7 +43,7 @@ func withoutUsage() (statements []string) {
 		`PRAGMA user_version = 6`)
 }
 
-func usagesOf(t *testing.T, c *sqlite.Catalog) []catalog.RepositoryUsage {
+func usagesOf(t *testing.T, c *sqlite.Opened) []catalog.RepositoryUsage {
 	t.Helper()
 	all, err := c.Usages(t.Context(), "", 1000)
 	must(t, err)
