@@ -9,6 +9,7 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"sync"
 	"time"
 
 	"hydrofoil.dev/foil/bench/site"
@@ -17,16 +18,23 @@ import (
 
 // Options say what is measured.
 type Options struct {
-	Foil    string
-	Rounds  int
-	Batch   int           // requests of a round, of bench access
-	Period  time.Duration // of honest pulls, of bench attacks
-	Clients int           // at once, of an attack
-	Attacks []string      // names; empty: all
-	Cache   string        // directory on a disk
-	Out     io.Writer
-	JSON    string // file for the result; "" for none
-	Log     func(line string)
+	Foil   string
+	Rounds int
+	Batch  int // requests of a round, of bench access
+	// Parallel is how many of these are under way at a time. A server that sleeps between requests wakes threads for each of them, which
+	// takes as long as the requests.
+	Parallel int
+	Period   time.Duration // of honest pulls, of bench attacks
+	Clients  int           // at once, of an attack
+	// Addresses is from how many addresses they come. Anonymous: none of them has a token.
+	Addresses int
+	Anonymous bool
+	Attacks   []string // names; empty: all
+	Rate      float64  // of the honest client's link, Mbit/s; 0: as fast as it goes
+	Cache     string   // directory on a disk
+	Out       io.Writer
+	JSON      string // file for the result; "" for none
+	Log       func(line string)
 }
 
 // Cost is what one kind of request takes of the server.
@@ -116,13 +124,23 @@ func measureCost(ctx context.Context, o Options, open, guarded *server) ([]Cost,
 			if err != nil {
 				return 0, err
 			}
-			for range o.Batch {
-				if _, err := s.must(ctx, http.StatusOK, s.token, "GET", paths[n], "", nil); err != nil {
-					return 0, err
-				}
+			var all sync.WaitGroup
+			failed := make([]error, o.Parallel)
+			for i := range failed {
+				all.Go(func() {
+					for range o.Batch / o.Parallel {
+						if _, failed[i] = s.must(ctx, http.StatusOK, s.token, "GET", paths[n], "", nil); failed[i] != nil {
+							return
+						}
+					}
+				})
+			}
+			all.Wait()
+			if err := errors.Join(failed...); err != nil {
+				return 0, err
 			}
 			after, err := s.use()
-			return (after.cpu - before.cpu) / time.Duration(o.Batch), err
+			return (after.cpu - before.cpu) / time.Duration(o.Batch/o.Parallel*o.Parallel), err
 		}
 		var ratios []float64
 		for round := range o.Rounds + 1 {

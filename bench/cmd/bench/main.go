@@ -25,7 +25,7 @@ func main() {
 		SilenceErrors: true,
 	}
 	root.AddCommand(linkCommand(), imagesCommand(), demoCommand(), runCommand(), reportCommand(), compareCommand(), serverCommand(), runningCommand(),
-		operationCommand(), neighbourCommand(), startupCommand(), contactCommand(), manyCommand(), podsCommand(), proofsCommand(), accessCommand(), attacksCommand())
+		operationCommand(), neighbourCommand(), startupCommand(), contactCommand(), manyCommand(), podsCommand(), proofsCommand(), accessCommand(), attacksCommand(), attackersCommand())
 	err := root.ExecuteContext(ctx)
 	stop()
 	var exit *exec.ExitError
