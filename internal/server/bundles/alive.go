@@ -1,16 +1,20 @@
 package bundles
 
 import (
+	"context"
 	"time"
 
 	"hydrofoil.dev/foil/internal/format/bundle"
 )
 
 // meanwhile is Handler.meanwhile of a pull, whose client it is charged to.
-func (p *pull) meanwhile(work func()) {
-	began := time.Now()
-	p.await(work)
-	p.charge(time.Since(began))
+func (p *pull) meanwhile(ctx context.Context, work func()) {
+	p.await(func() {
+		defer p.h.o.Guard.Place(ctx)()
+		began := time.Now()
+		work()
+		p.charge(time.Since(began))
+	})
 }
 
 // await is Handler.meanwhile of a pull, for what is charged elsewhere.

@@ -36,7 +36,7 @@ func TestMeanwhile(t *testing.T) {
 					t.Fatal(err)
 				}
 				hello := b.Len()
-				p.meanwhile(func() { time.Sleep(c.takes) })
+				p.meanwhile(t.Context(), func() { time.Sleep(c.takes) })
 				if err := p.flush(); err != nil {
 					t.Fatal(err)
 				}

@@ -148,7 +148,7 @@ func New(o Options) *Handler {
 		o: o, log: o.Log, mux: http.NewServeMux(), suspects: map[digest.Digest]bool{},
 		indices: cache.New(o.Memory*5/8, (*planner.Index).Memory),
 		packs:   &dedup.Store{Objects: o.Objects, Catalog: o.Catalog, Tables: o.Tables},
-		frames:  source{o.Objects, cache.New(o.Memory/8, func(b []byte) int64 { return int64(cap(b)) + 1024 }), make(chan struct{}, runtime.GOMAXPROCS(0))},
+		frames:  source{o.Objects, cache.New(o.Memory/8, func(b []byte) int64 { return int64(cap(b)) + 1024 }), make(chan struct{}, runtime.GOMAXPROCS(0)), o.Guard.Place},
 		orders:  cache.New(o.Memory/8, func(x planner.Order) int64 { return int64(4*len(x)) + 1024 }),
 		results: metrics.Counters(prometheus.CounterOpts{Name: "foil_serve_bundles_total",
 			Help: "Bundles that were asked for: sent to their end, refused (no such image, or not for bundles), failed, or cut off by the worker or the link, which resume."},
@@ -300,7 +300,12 @@ func (h *Handler) pull(w http.ResponseWriter, r *http.Request) {
 		}
 		writeError(w, h.log, err, about)
 	}
-	small, err := h.o.Guard.Large(ctx, r.ContentLength)
+	// Of an image it is known only in the end how large its documents are.
+	err := h.o.Guard.Crowded(ctx)
+	var small func()
+	if err == nil {
+		small, err = h.o.Guard.Large(ctx, r.ContentLength)
+	}
 	if err != nil {
 		fail(err, "")
 		return
@@ -429,7 +434,7 @@ func (p *pull) run(ctx context.Context, id string) error {
 	d := planner.NewDifference(x)
 	var set *startup.Set
 	var delivery *startup.Delivery
-	p.meanwhile(func() {
+	p.meanwhile(ctx, func() {
 		var here []trace.Run
 		if here, err = p.have(ctx, d, x); err == nil {
 			set, delivery = p.startup(ctx, d, x, here)
@@ -483,7 +488,7 @@ func (p *pull) run(ctx context.Context, id string) error {
 func (p *pull) header(ctx context.Context) (r catalog.Rootfs, encoded []byte, err error) {
 	m := p.image
 	segments := 0
-	p.meanwhile(func() {
+	p.meanwhile(ctx, func() {
 		if len(p.req.Damaged) == 0 {
 			r, encoded, err = p.h.described(ctx, m)
 		} else {
@@ -522,7 +527,7 @@ func (p *pull) header(ctx context.Context) (r catalog.Rootfs, encoded []byte, er
 // now is repaired, as it would have been before.
 func (p *pull) index(ctx context.Context, r catalog.Rootfs, encoded []byte) (x *planner.Index, err error) {
 	m := p.image
-	p.meanwhile(func() {
+	p.meanwhile(ctx, func() {
 		x, err = p.h.index(ctx, r, m.blobs(), encoded)
 		if err == nil || !isDamage(err) || ctx.Err() != nil || p.h.o.Repair == nil {
 			return

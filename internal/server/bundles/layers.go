@@ -35,10 +35,13 @@ type layerAnswer struct {
 }
 
 // meanwhile is Handler.meanwhile of an answer, charged to its client.
-func (a *layerAnswer) meanwhile(work func() error) error {
-	began := time.Now()
-	defer func() { a.charge(time.Since(began)) }()
-	return a.h.meanwhile(a.w, a.flush, work)
+func (a *layerAnswer) meanwhile(ctx context.Context, work func() error) error {
+	return a.h.meanwhile(a.w, a.flush, func() error {
+		defer a.h.o.Guard.Place(ctx)()
+		began := time.Now()
+		defer func() { a.charge(time.Since(began)) }()
+		return work()
+	})
 }
 
 func (h *Handler) recipe(w http.ResponseWriter, r *http.Request) {
@@ -113,7 +116,7 @@ func (a *layerAnswer) recipe(ctx context.Context) error {
 	var row catalog.Layer
 	var places *bundle.Places
 	var object io.ReadCloser
-	err := a.meanwhile(func() (err error) {
+	err := a.meanwhile(ctx, func() (err error) {
 		r, encoded, err := a.h.described(ctx, a.image)
 		if err != nil {
 			return err
@@ -232,7 +235,7 @@ func (a *layerAnswer) contents(ctx context.Context) error {
 		return &bundle.Error{Code: bundle.CodeInvalid, Message: "no contents are wanted"}
 	}
 	var row catalog.Layer
-	err := a.meanwhile(func() error {
+	err := a.meanwhile(ctx, func() error {
 		_, _, err := a.h.described(ctx, a.image) // what is damaged is repaired
 		if err == nil {
 			row, err = a.h.o.Catalog.Layer(ctx, a.image.Layers[a.req.Layer].Digest)

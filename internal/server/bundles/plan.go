@@ -28,6 +28,7 @@ func (p *pull) plan(ctx context.Context, d *planner.Difference, x *planner.Index
 	}
 	go func() {
 		defer close(l.done)
+		defer p.h.o.Guard.Place(ctx)()
 		began := time.Now()
 		defer func() { p.charge(time.Since(began)) }()
 		var guess planner.Order

@@ -138,6 +138,8 @@ type source struct {
 	made *cache.Cache[[]byte]
 	// making has room for as many as may be made at a time: each decodes and compresses a frame.
 	making chan struct{}
+	// place waits for one of whom a context's request is of.
+	place func(context.Context) (leave func())
 }
 
 // read reads chunks until the queue is empty or ctx ends, and closes out. Used
@@ -195,6 +197,9 @@ func (from source) fill(ctx context.Context, sources []planner.Source, c *chunk)
 	}
 	if err := c.open(ctx, from.store, all); err != nil {
 		return err
+	}
+	if c.file != nil {
+		defer from.place(ctx)()
 	}
 	for _, f := range c.frames {
 		p := sources[f].Parts[0]

@@ -87,6 +87,7 @@ type Guard struct {
 	limited   *prometheus.CounterVec
 	delayed   prometheus.Counter
 	untagged  prometheus.Counter
+	places    *places
 }
 
 // policy is what one version of the configuration says.
@@ -187,7 +188,7 @@ func newGuard(audit io.Writer, log *slog.Logger) *Guard {
 		log = slog.Default()
 	}
 	g := &Guard{
-		log: log,
+		log: log, places: newPlaces(),
 		decisions: metrics.Counters(prometheus.CounterOpts{Name: "foil_serve_access_total",
 			Help: "Decisions about rights, by the right that was asked for."}, []string{"right", "result"}, decisionLabels()...),
 		logins: metrics.Counters(prometheus.CounterOpts{Name: "foil_serve_logins_total",
@@ -267,6 +268,7 @@ type caller struct {
 	login.Identity
 	address netip.Addr
 	client  Client
+	worker  *worker
 	request *http.Request
 	began   time.Time
 	policy  *policy // of when it began
@@ -342,6 +344,11 @@ func (g *Guard) Wrap(next http.Handler, open func(*http.Request) bool) http.Hand
 		defer end()
 		w, paid := g.paced(p.quotas, w, req, c.client)
 		defer paid()
+		left, err := g.work(req, c)
+		if err != nil {
+			return // the client has gone
+		}
+		defer left()
 		next.ServeHTTP(w, req.WithContext(context.WithValue(req.Context(), callerKey{}, c)))
 	})
 }

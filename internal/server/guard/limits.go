@@ -210,7 +210,25 @@ func (g *Guard) Large(ctx context.Context, length int64) (end func(), err error)
 	}
 	q := g.now().quotas
 	q.requests.Charge(c.client, max(1, int(length/limit.HeavyBytes)))
-	end, ok := q.count(q.large, c.client, maxLarge)
+	return g.slot(q, c.client)
+}
+
+// Crowded reports that nothing large may be in memory for a client any more, before it is made. Errors: *Beyond.
+func (g *Guard) Crowded(ctx context.Context) error {
+	c := from(ctx)
+	if g == nil || c == nil {
+		return nil
+	}
+	end, err := g.slot(g.now().quotas, c.client)
+	if err == nil {
+		end()
+	}
+	return err
+}
+
+// slot lets something large be in memory. Errors: *Beyond.
+func (g *Guard) slot(q *quotas, c Client) (end func(), err error) {
+	end, ok := q.count(q.large, c, maxLarge)
 	if !ok {
 		g.Refused(limitLarge)
 		return nil, &Beyond{"too many large requests at once: wait for some to end", time.Second}

@@ -148,6 +148,9 @@ func (r *Registry) referrers(ctx context.Context, name string, d digest.Digest, 
 		return nil, "", err
 	}
 	defer leave()
+	if err := r.opts.Guard.Crowded(ctx); err != nil {
+		return nil, "", err
+	}
 	index := ocispec.Index{
 		Versioned: specs.Versioned{SchemaVersion: 2},
 		MediaType: ocispec.MediaTypeImageIndex,

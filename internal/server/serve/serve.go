@@ -520,6 +520,7 @@ func (s *Server) listen(ctx context.Context) error {
 	if plain.FirstErr != nil {
 		s.log.Warn("first contacts over long paths are slow", "error", plain.FirstErr, "fix", kernel.FirstFlightFix)
 	}
+	plain.Shared = s.guard != nil // clients are told apart
 	s.listener = plain
 	if s.opts.TLSCert != "" {
 		pair := &keyPair{cert: s.opts.TLSCert, key: s.opts.TLSKey}

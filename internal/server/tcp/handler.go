@@ -12,13 +12,17 @@ import (
 type pacerKey struct{}
 
 // ConnContext is for http.Server.ConnContext: it makes the pacer of a connection that
-// BBR controls, which Handler uses.
+// BBR controls, which Handler uses, and lets Pay find a Conn.
 func ConnContext(ctx context.Context, c net.Conn) context.Context {
 	// Of tls.Conn.
 	if below, ok := c.(interface{ NetConn() net.Conn }); ok {
 		c = below.NetConn()
 	}
 	tcp, ok := c.(*net.TCPConn)
+	if shared, is := c.(*Conn); is {
+		ctx = context.WithValue(ctx, connKey{}, shared)
+		tcp, ok = shared.TCPConn, true
+	}
 	if !ok {
 		return ctx
 	}

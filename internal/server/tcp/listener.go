@@ -48,6 +48,8 @@ type Listener struct {
 	CongestionErr error
 	// FlightErr is why less than kernel.FlightBytes of each may be in flight.
 	FlightErr error
+	// Shared has it return a *Conn of each, for Pay.
+	Shared bool
 	// FirstErr is why they begin with as few packets as the route says.
 	FirstErr error
 
@@ -78,17 +80,22 @@ func (l *Listener) Close() error {
 	return l.TCPListener.Close()
 }
 
-// Accept implements net.Listener. It returns a *net.TCPConn: who writes blobs to
-// that uses sendfile(2).
+// Accept implements net.Listener. It returns a *net.TCPConn or a *Conn: who writes blobs to
+// them uses sendfile(2).
 func (l *Listener) Accept() (net.Conn, error) {
 	c, err := l.AcceptTCP()
 	if err != nil {
 		return nil, err
 	}
-	if raw, err := c.SyscallConn(); err == nil {
-		_ = raw.Control(func(fd uintptr) {
-			_ = unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_NOTSENT_LOWAT, notSent)
-		})
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return c, nil // whoever uses it will find out
+	}
+	_ = raw.Control(func(fd uintptr) {
+		_ = unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_NOTSENT_LOWAT, notSent)
+	})
+	if l.Shared {
+		return &Conn{TCPConn: c, raw: raw}, nil
 	}
 	return c, nil
 }
