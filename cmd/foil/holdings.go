@@ -12,7 +12,6 @@ import (
 	"hydrofoil.dev/foil/internal/progress"
 	"hydrofoil.dev/foil/internal/server/catalog"
 	"hydrofoil.dev/foil/internal/server/catalog/sqlcat"
-	"hydrofoil.dev/foil/internal/server/catalog/sqlite"
 	"hydrofoil.dev/foil/internal/server/guard"
 	"hydrofoil.dev/foil/internal/server/holdings"
 	"hydrofoil.dev/foil/internal/server/rootdir"
@@ -36,7 +35,7 @@ func (f *holdingsFlags) open(ctx context.Context) (*holdings.Rules, *sqlcat.Cata
 	if err != nil {
 		return nil, nil, err
 	}
-	c, err := sqlite.View(ctx, rootdir.CatalogFile(f.root))
+	c, err := rootdir.ViewCatalog(ctx, f.root)
 	return rules, c, err
 }
 

@@ -34,10 +34,15 @@ copy of the root before.
 Objects in a bucket (foil serve --store) need no root that is left: with --store a new one is made,
 and with --take the bucket is its own from then on. The old server must never run again on it.
 
+A catalog in a PostgreSQL database (foil serve --catalog) is made anew in an empty database that --catalog
+names. The root's is that one from then on; what the other one has stays there. So a root whose catalog is a file
+moves to a database as well, but for its startup sets.
+
 Exit codes: 0; 1 an error, a server that runs, a journal that lacks something; 2 the
 command line makes no sense.`,
 		Example: `  foil server rebuild --root /var/lib/foil-registry
   foil server rebuild --root /var/lib/foil-registry --json | jq .catalog
+  foil server rebuild --root /var/lib/foil-registry --catalog 'postgres://foil@db.example/foil2'
   foil server rebuild --root /srv/new --store 's3://images?endpoint=https://s3.example:9000' --take`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -55,6 +60,7 @@ command line makes no sense.`,
 	}
 	cmd.Flags().StringVar(&o.Root, "root", "/var/lib/foil-registry", "`DIR` of foil serve --root")
 	cmd.Flags().StringVar(&o.Store, "store", "", "bucket that the objects are in, as of foil serve --store; without it the one that the root names, or the root itself")
+	cmd.Flags().StringVar(&o.Catalog, "catalog", "", "empty PostgreSQL database that the catalog is made in, as of foil serve --catalog")
 	cmd.Flags().BoolVar(&o.Take, "take", false, "take the bucket from another root, whose server is gone for ever")
 	cmd.Flags().BoolVar(&o.Incomplete, "incomplete", false, "put a catalog in place though the journal lacks something")
 	cmd.Flags().BoolVar(&asJSON, "json", false, "print the report as one JSON object")

@@ -13,6 +13,7 @@ import (
 	"hydrofoil.dev/foil/internal/kernel"
 	"hydrofoil.dev/foil/internal/metrics"
 	"hydrofoil.dev/foil/internal/server/catalog"
+	"hydrofoil.dev/foil/internal/server/catalog/postgres"
 	"hydrofoil.dev/foil/internal/server/objects/s3"
 	"hydrofoil.dev/foil/internal/server/serve"
 	"hydrofoil.dev/foil/internal/server/upstream"
@@ -49,6 +50,9 @@ AWS_SECRET_ACCESS_KEY, from the machine or the pod, or from ~/.aws/credentials. 
 catalog, uploads under way, and what was used lately (--store-cache). A bucket, or prefix, belongs
 to one root; docs/operations.md has more.
 
+With --catalog what is known of them is in a PostgreSQL database (15 or newer) instead of a file below --root. A
+database belongs to one root.
+
 On this machine's own addresses it is open: everybody who reaches it may pull, push and
 delete, over plain HTTP. On any other address it wants TLS (--tls-cert, --tls-key) and
 a file that says who may do what (--access), and does not start without; docs/access.md has
@@ -81,6 +85,7 @@ line makes no sense.`,
 		Example: `  foil serve --root /var/lib/foil-registry
   foil serve --root /srv/registry --listen :443 --tls-cert cert.pem --tls-key key.pem --access access.toml
   foil serve --root /var/lib/foil-registry --store 's3://images/prod?endpoint=https://s3.example:9000&region=eu-1'
+  foil serve --root /var/lib/foil-registry --store s3://images/prod --catalog 'postgres://foil@db.example/foil?sslmode=verify-full'
   foil serve --root /srv/accelerator --upstream https://registry.example/team
   skopeo copy --dest-tls-verify=false docker-archive:redis.tar docker://localhost:5000/redis:7`,
 		Args: cobra.NoArgs,
@@ -100,6 +105,7 @@ line makes no sense.`,
 func (f *serveFlags) add(flags *pflag.FlagSet) {
 	flags.StringVar(&f.opts.Root, "root", "/var/lib/foil-registry", "`DIR` that everything is kept in; made when missing")
 	flags.StringVar(&f.opts.Store, "store", "", "`URL` of the bucket that bytes are kept in: s3://BUCKET[/PREFIX][?endpoint=URL&...]; without it the one that the root names from before, or the root itself")
+	flags.StringVar(&f.opts.Catalog, "catalog", "", "`URL` of the PostgreSQL database that the catalog is kept in: postgres://USER@HOST[:PORT]/DATABASE[?...], the password in PGPASSWORD or a passfile; without it the one that the root names from before, or a file below the root")
 	flags.Int64Var(&f.opts.StoreCache, "store-cache", serve.DefaultStoreCache, "how many `BYTES` of a bucket are kept on the root's disk, of what was used lately")
 	flags.StringVar(&f.opts.StoreRedirect, "store-redirect", "", "public `ENDPOINT` of the bucket, http:// or https://HOST[:PORT]: plain clients are sent there for blobs, with a URL that counts for a while; without it they get them from here")
 	flags.DurationVar(&f.opts.StoreRedirectFor, "store-redirect-for", serve.DefaultStoreRedirectFor, "for how long such a URL counts, whoever has it, and also when its client has lost its rights")
@@ -155,6 +161,11 @@ func (f *serveFlags) check() error {
 	if f.opts.Store != "" {
 		if _, err := s3.Parse(f.opts.Store); err != nil {
 			return usagef("--store: %v", err)
+		}
+	}
+	if f.opts.Catalog != "" {
+		if _, _, err := postgres.Parse(f.opts.Catalog); err != nil {
+			return usagef("--catalog: %v", err)
 		}
 	}
 	if f.opts.StoreCache < 64<<20 {

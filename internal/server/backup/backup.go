@@ -69,6 +69,11 @@ func Backup(ctx context.Context, root, to string) (*Report, error) {
 
 func backup(ctx context.Context, root, to string) (*Report, error) {
 	begin := time.Now()
+	if at, is, err := rootdir.InDatabase(root); err != nil {
+		return nil, err
+	} else if is {
+		return nil, fmt.Errorf("its catalog is in %s: have the database copy it (pg_dump, or a base backup), and after it the objects; docs/operations.md says in which order", at)
+	}
 	if _, err := os.Stat(rootdir.CatalogFile(root)); err != nil {
 		return nil, fmt.Errorf("it is no server's root, or its catalog is gone: %w. %s", err, rootdir.Mend(root))
 	}

@@ -50,6 +50,8 @@ type Options struct {
 	// taken from another root.
 	Store string
 	Take  bool
+	// Catalog is an empty PostgreSQL database that becomes the root's (package postgres); empty: the file below the root is made anew.
+	Catalog string
 	// TakeWait is how long it waits after it has taken a bucket, so that a server that runs all the same has noticed and ended. 0 means
 	// DefaultTakeWait.
 	TakeWait time.Duration
@@ -142,6 +144,11 @@ func (r *rebuilder) run(ctx context.Context) (err error) {
 	if err != nil {
 		return err
 	}
+	if _, is, err := rootdir.InDatabase(r.o.Root); err != nil {
+		return err
+	} else if is || r.o.Catalog != "" {
+		return r.database(ctx)
+	}
 	beside := rootdir.Catalog(r.o.Root) + ".new"
 	if err := os.RemoveAll(beside); err != nil {
 		return err
@@ -165,6 +172,22 @@ func (r *rebuilder) run(ctx context.Context) (err error) {
 	}
 	r.o.At("made")
 	return r.swap(beside)
+}
+
+// database makes the catalog in a database, which must be empty: what was in another one stays there.
+func (r *rebuilder) database(ctx context.Context) (err error) {
+	if r.o.Catalog == "" {
+		return errors.New("its catalog is in a database: name an empty one with --catalog")
+	}
+	if r.cat, err = rootdir.NewCatalog(ctx, r.o.Catalog, nil); err != nil {
+		return err
+	}
+	r.dedup = &dedup.Store{Objects: r.store, Catalog: r.cat}
+	if err := errors.Join(r.fill(ctx), r.cat.Close()); err != nil {
+		return fmt.Errorf("%w; the database is of no use now: make it anew", err)
+	}
+	r.report.Old, err = rootdir.UseCatalog(ctx, r.o.Root, r.o.Catalog)
+	return err
 }
 
 // attach opens the bucket.

@@ -67,15 +67,24 @@ func Check(ctx context.Context, root string, store objects.Store) error {
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
+	found, err := hasObjects(ctx, store)
+	if err == nil && found {
+		err = fmt.Errorf("%w: %s is not there or empty, and there are objects. %s", ErrNoCatalog, CatalogFile(root), Mend(root))
+	}
+	return err
+}
+
+// hasObjects reports whether there are objects that only a catalog makes sense of.
+func hasObjects(ctx context.Context, store objects.Store) (bool, error) {
 	found := errors.New("found")
 	for _, prefix := range []string{"journal/", "blobs/", "packs/"} {
 		err := store.List(ctx, prefix, func(string, int64) error { return found })
 		if errors.Is(err, found) {
-			return fmt.Errorf("%w: %s is not there or empty, and there are objects. %s", ErrNoCatalog, CatalogFile(root), Mend(root))
+			return true, nil
 		}
 		if err != nil {
-			return err
+			return false, err
 		}
 	}
-	return nil
+	return false, nil
 }

@@ -90,20 +90,27 @@ func (s *Scrubber) nameDamaged(damaged []journal.Damaged, how string) error {
 	return nil
 }
 
-// replay makes the changes of the journal in a catalog, and reports whether it says that it is whole. Compaction may take objects
+// replay makes the changes of the journal in a catalog, with those that are about to be written to it, and reports whether it says that it is whole. Compaction may take objects
 // away meanwhile.
 func (s *Scrubber) replay(ctx context.Context, to *sqlcat.Catalog) (damaged []journal.Damaged, whole bool, err error) {
 	j := journal.New(s.store, journal.Options{Fan: 1 << 30, Log: s.o.Log}) // that compacts nothing
 	defer j.Close()                                                        //nolint:errcheck // it only reads
+	replay := func(changes []catalog.Change) error {
+		s.progress()
+		for i := range changes {
+			whole = whole || changes[i].Kind == catalog.ChangesWhole && !changes[i].Gone
+		}
+		return to.Replay(ctx, changes)
+	}
+	// First: what is written meanwhile is read twice.
+	if err := s.o.Catalog.Unwritten(ctx, replay); err != nil {
+		return nil, false, err
+	}
 	for {
 		var n, bytes int64
 		damaged, err = j.Read(ctx, func(_ string, changes []catalog.Change) error {
 			n++
-			s.progress()
-			for i := range changes {
-				whole = whole || changes[i].Kind == catalog.ChangesWhole && !changes[i].Gone
-			}
-			return to.Replay(ctx, changes)
+			return replay(changes)
 		})
 		if errors.Is(err, objects.ErrNotFound) && ctx.Err() == nil {
 			continue
@@ -112,6 +119,9 @@ func (s *Scrubber) replay(ctx context.Context, to *sqlcat.Catalog) (damaged []jo
 			return nil, false, err
 		}
 		sum, err := j.Summary(ctx)
+		if err == nil {
+			err = to.EndReplay(ctx, 0, whole) // repositories that were deleted go
+		}
 		if err == nil {
 			bytes = sum.Bytes
 			err = s.done("journal", "", n, bytes)

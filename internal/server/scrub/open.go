@@ -9,7 +9,6 @@ import (
 	"path/filepath"
 
 	"hydrofoil.dev/foil/internal/server/catalog"
-	"hydrofoil.dev/foil/internal/server/catalog/sqlite"
 	"hydrofoil.dev/foil/internal/server/ingest"
 	"hydrofoil.dev/foil/internal/server/journal"
 	"hydrofoil.dev/foil/internal/server/rootdir"
@@ -18,7 +17,9 @@ import (
 // Run makes one pass over a root that no server uses; with o.Check one may. It sets those of o's fields that are of the root.
 // Errors: rootdir.ErrUsed; those of Pass.
 func Run(ctx context.Context, o Options) (r *Report, err error) {
-	if _, err := os.Stat(rootdir.CatalogFile(o.Root)); err != nil {
+	if _, is, err := rootdir.InDatabase(o.Root); err != nil {
+		return nil, fmt.Errorf("scrub %s: %w", o.Root, err)
+	} else if _, err := os.Stat(rootdir.CatalogFile(o.Root)); err != nil && !is {
 		return nil, fmt.Errorf("scrub %s: it is no server's root, or its catalog is gone: %w. %s", o.Root, err, rootdir.Mend(o.Root))
 	}
 	if _, err := os.Stat(filepath.Join(o.Root, "upstream")); err == nil {
@@ -40,7 +41,7 @@ func (o *Options) open(ctx context.Context) (end func() error, err error) {
 		if o.Objects, err = rootdir.ViewStore(o.Root); err != nil {
 			return nil, err
 		}
-		o.Catalog, end, err = sqlite.OpenCopy(ctx, rootdir.CatalogFile(o.Root))
+		o.Catalog, end, err = rootdir.SnapshotCatalog(ctx, o.Root)
 		return end, err
 	}
 	var ends []func() error
@@ -69,10 +70,7 @@ func (o *Options) open(ctx context.Context) (end func() error, err error) {
 	if err != nil {
 		return fail(err)
 	}
-	if err := rootdir.Check(ctx, o.Root, dir); err != nil {
-		return fail(err)
-	}
-	if o.Catalog, err = sqlite.Open(ctx, rootdir.CatalogFile(o.Root)); err != nil {
+	if o.Catalog, err = rootdir.OpenCatalog(ctx, o.Root, rootdir.CatalogOptions{Store: dir, Log: o.Log}); err != nil {
 		return fail(err)
 	}
 	j := journal.New(dir, journal.Options{Log: o.Log})

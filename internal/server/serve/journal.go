@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"log/slog"
 	"os"
 	"path/filepath"
@@ -11,7 +12,6 @@ import (
 
 	"hydrofoil.dev/foil/internal/server/catalog"
 	"hydrofoil.dev/foil/internal/server/catalog/sqlcat"
-	"hydrofoil.dev/foil/internal/server/catalog/sqlite"
 	"hydrofoil.dev/foil/internal/server/journal"
 	"hydrofoil.dev/foil/internal/server/objects"
 	"hydrofoil.dev/foil/internal/server/rootdir"
@@ -24,29 +24,26 @@ const checkedAtStart = 64 << 20
 // openCatalog opens the catalog, and has it log its changes to the journal in store.
 func (s *Server) openCatalog(ctx context.Context, store objects.Store) (*sqlcat.Catalog, error) {
 	root := s.opts.Root
-	if err := os.MkdirAll(rootdir.Catalog(root), 0o700); err != nil {
-		return nil, err
-	}
-	if err := rootdir.Check(ctx, root, store); err != nil {
-		return nil, err
-	}
 	mend := func(err error) error {
 		if errors.Is(err, catalog.ErrDamaged) || errors.Is(err, journal.ErrStale) {
 			return fmt.Errorf("%w. %s", err, rootdir.Mend(root))
 		}
 		return err
 	}
-	cat, err := sqlite.Open(ctx, rootdir.CatalogFile(root))
+	cat, err := rootdir.OpenCatalog(ctx, root, rootdir.CatalogOptions{At: s.opts.Catalog, Store: store, Log: s.log, Metrics: &s.database})
 	if err != nil {
 		return nil, mend(err)
 	}
 	j := journal.New(store, journal.Options{Log: s.log})
 	s.closers = append(s.closers, j.Close, cat.Close)
+	size := int64(0) // a database looks after itself
 	info, err := os.Stat(rootdir.CatalogFile(root))
-	if err != nil {
+	if err == nil {
+		size = info.Size()
+	} else if !errors.Is(err, fs.ErrNotExist) {
 		return nil, err
 	}
-	if info.Size() <= checkedAtStart {
+	if size <= checkedAtStart {
 		if err := cat.Check(ctx); err != nil {
 			return nil, mend(err)
 		}
@@ -59,7 +56,7 @@ func (s *Server) openCatalog(ctx context.Context, store objects.Store) (*sqlcat.
 		return nil, err
 	}
 	s.closers = append(s.closers, background(func(ctx context.Context) {
-		if info.Size() > checkedAtStart {
+		if size > checkedAtStart {
 			if err := cat.Check(ctx); err != nil && ctx.Err() == nil {
 				s.log.Error("the catalog is damaged: stop the server and rebuild it", "error", err, "fix", rootdir.Mend(root))
 			}

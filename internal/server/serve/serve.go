@@ -6,6 +6,7 @@
 //	access/   the keys that sign tokens (package login)
 //	lock      held (flock) by the server that uses the root
 //	catalog/  the SQLite catalog
+//	database  instead of catalog/: in which PostgreSQL database it is (package rootdir)
 //	objects/  blobs, packs, what ingest makes, and the journal (package objects, Dir)
 //	store     instead of objects/: in which bucket they are (package rootdir)
 //	near/     what was read of the bucket lately (package near)
@@ -74,6 +75,9 @@ type Options struct {
 	// Store is the bucket that objects are kept in, as the URL of an s3.Location; empty: the one that the root's were in before, or the root
 	// itself.
 	Store string
+	// Catalog is the PostgreSQL database of the catalog (package postgres); empty: the one that the root's was in before, or a file below
+	// the root.
+	Catalog string
 	// StoreCache bounds what is kept of a bucket on the disk of the root, bytes; 0 means DefaultStoreCache.
 	StoreCache int64
 	// StoreRedirect is the endpoint by which clients read blobs of the bucket themselves; empty: they are sent the bytes. A URL that one
@@ -153,6 +157,7 @@ type Server struct {
 	retainer *retainer          // nil: there is none
 	bucket   *rootdir.Attached  // nil: objects are below the root
 	metrics  metrics.Collectors // set by open
+	database metrics.Collectors // of the catalog's database, if there is one
 	closers  []func() error     // what is open, in the order of opening
 
 	closeOnce sync.Once
@@ -283,6 +288,7 @@ func (s *Server) open(ctx context.Context) error {
 	requests, scrubbed := newRequestMetrics(), scrub.NewMetrics()
 	s.metrics = append(append(requests.all(), s.guard.Metrics()...), p.ingester.Metrics, p.blobs.Metrics, p.bundle.Metrics(), p.queue.metrics(), scrubbed)
 	s.metrics = append(append(append(s.metrics, p.webhooks.Metrics()...), p.space.metrics()...), p.bucket...)
+	s.metrics = append(s.metrics, s.database...)
 	if p.admin.Collector != nil {
 		s.metrics = append(s.metrics, p.admin.Collector.Metrics()...)
 	}

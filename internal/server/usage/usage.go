@@ -15,7 +15,6 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
-	"os"
 	"path/filepath"
 	"strings"
 	"time"
@@ -27,7 +26,6 @@ import (
 	"hydrofoil.dev/foil/internal/format/oci"
 	"hydrofoil.dev/foil/internal/server/catalog"
 	"hydrofoil.dev/foil/internal/server/catalog/sqlcat"
-	"hydrofoil.dev/foil/internal/server/catalog/sqlite"
 	"hydrofoil.dev/foil/internal/server/dedup"
 	"hydrofoil.dev/foil/internal/server/objects"
 	"hydrofoil.dev/foil/internal/server/rootdir"
@@ -144,29 +142,27 @@ type looker struct {
 func Look(ctx context.Context, o Options) (_ *Report, err error) {
 	begin := time.Now()
 	fail := func(err error) (*Report, error) { return nil, fmt.Errorf("usage of %s: %w", o.Root, err) }
-	if _, err := os.Stat(rootdir.CatalogFile(o.Root)); err != nil {
-		return fail(fmt.Errorf("it is no server's root, or its catalog is gone: %w. %s", err, rootdir.Mend(o.Root)))
-	}
 	if o.Progress == nil {
 		o.Progress = func(Progress) {}
 	}
 	l := &looker{o: o, r: new(Report)}
+	cat, end, err := rootdir.SnapshotCatalog(ctx, o.Root)
+	if err != nil {
+		return fail(err)
+	}
+	defer func() { err = errors.Join(err, end()) }()
 	if l.objects, err = rootdir.ViewStore(o.Root); err != nil {
 		return fail(err)
 	}
 	if l.r.Rest, l.r.Total, err = rest(ctx, o.Root, l.objects); err != nil {
 		return fail(err)
 	}
-	cat, end, err := sqlite.OpenCopy(ctx, rootdir.CatalogFile(o.Root))
-	if err != nil {
-		return fail(err)
-	}
 	l.cat, l.packs = cat, &dedup.Store{Objects: l.objects, Catalog: cat}
 	if l.t, err = newTally(ctx); err != nil {
-		return fail(errors.Join(err, end()))
+		return fail(err)
 	}
 	err = l.look(ctx)
-	if err = errors.Join(err, l.t.close(), end()); err != nil {
+	if err = errors.Join(err, l.t.close()); err != nil {
 		return fail(err)
 	}
 	l.r.Took = time.Since(begin)

@@ -19,6 +19,11 @@ func (c *Catalog) LogState(ctx context.Context) (s catalog.LogState, err error) 
 	return s, err
 }
 
+// Unwritten calls fn with changes that are made, and that the log may lack yet.
+func (c *Catalog) Unwritten(ctx context.Context, fn func([]catalog.Change) error) error {
+	return c.db.Unwritten(ctx, fn)
+}
+
 // SetLog implements catalog.Logged.
 func (c *Catalog) SetLog(ctx context.Context, log catalog.Log) error { return c.db.SetLog(ctx, log) }
 

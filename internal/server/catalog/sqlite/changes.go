@@ -246,6 +246,9 @@ func (e *engine) CatchUp(ctx context.Context, changes []catalog.Change, upTo uin
 	return nil
 }
 
+// Unwritten implements database.Engine: the log comes first.
+func (e *engine) Unwritten(context.Context, func([]catalog.Change) error) error { return nil }
+
 // SetLog implements database.Engine: every change is in log before it counts.
 func (e *engine) SetLog(ctx context.Context, log catalog.Log) error {
 	return e.alone(ctx, func() error {

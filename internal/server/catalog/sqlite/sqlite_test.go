@@ -15,6 +15,8 @@ import (
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/server/catalog"
 	"hydrofoil.dev/foil/internal/server/catalog/catalogtest"
+	"hydrofoil.dev/foil/internal/server/catalog/sqlcat"
+	"hydrofoil.dev/foil/internal/server/catalog/sqlcat/sqlcattest"
 	"hydrofoil.dev/foil/internal/server/catalog/sqlite"
 )
 
@@ -24,6 +26,10 @@ func TestCatalog(t *testing.T) {
 		path := filepath.Join(t.TempDir(), "the catalog?a=b#c%20.db")
 		return func() (catalog.Catalog, error) { return sqlite.Open(t.Context(), path) }
 	})
+}
+
+func TestSQL(t *testing.T) {
+	sqlcattest.Run(t, func(t *testing.T) *sqlcat.Catalog { return open(t, filepath.Join(t.TempDir(), "db")).Catalog })
 }
 
 func open(t testing.TB, path string) *sqlite.Opened {

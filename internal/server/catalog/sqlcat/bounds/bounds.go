@@ -175,7 +175,7 @@ func (b *Bounds) mayRemove(ctx context.Context, q querier, repo string, d digest
 	}
 	return q.Rows(ctx, `WITH RECURSIVE
 		this(id) AS (SELECT id FROM repositories WHERE name = $1),
-		needs(digest) AS (SELECT CAST($2 AS TEXT) UNION
+		needs(digest) AS (SELECT CAST($2 AS TEXT)`+b.db.Bytewise+` UNION
 			SELECT m.digest FROM needs n JOIN manifest_blobs b ON b.repo = (SELECT id FROM this) AND b.digest = n.digest
 			JOIN manifests m ON m.id = b.manifest)
 		SELECT t.name FROM needs n JOIN tags t ON t.repo = (SELECT id FROM this) AND t.digest = n.digest ORDER BY t.name`, []any{repo, d.String()}, func(scan func(...any) error) error {

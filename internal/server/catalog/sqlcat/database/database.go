@@ -35,6 +35,8 @@ type Engine interface {
 	Versions(ctx context.Context) (applied, reserved uint64, err error)
 	// CatchUp makes changes of the log that the database lacks, and then has those of at least version upTo.
 	CatchUp(ctx context.Context, changes []catalog.Change, upTo uint64) error
+	// Unwritten calls fn with changes that are made, and that the log may lack yet.
+	Unwritten(ctx context.Context, fn func([]catalog.Change) error) error
 	// SetLog has every change be in log.
 	SetLog(ctx context.Context, log catalog.Log) error
 	// Shrink gives room back to the file system, some at a time, and reports whether there is more.
@@ -78,6 +80,8 @@ type Dialect struct {
 	LockLog string
 	// LockName is a statement that waits until nobody else holds the name $1, and holds it until the transaction ends; empty: nobody does.
 	LockName string
+	// Bytewise has a text that is no column's be compared byte by byte.
+	Bytewise string
 	// NextPack is the number of a new pack, which no row has ever named.
 	NextPack string
 	// SetVersion is a statement that has a new catalog be as its log up to version $1.

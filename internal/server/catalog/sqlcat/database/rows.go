@@ -19,6 +19,8 @@ type Reader struct {
 	Dialect *Dialect
 	// Known turns errors of the database into those that callers branch on.
 	Known func(error) error
+	// Begun is called in each transaction of View first; if there is one, Row and Rows read in such a transaction too.
+	Begun func(ctx context.Context, tx *sql.Tx) error
 	// Again reports whether a read that failed may succeed now, and waits before it does; nil: never.
 	Again func(ctx context.Context, err error, tries int) bool
 
@@ -53,6 +55,9 @@ func (r *Reader) again(ctx context.Context, fn func() error) error {
 
 // Row implements Engine.
 func (r *Reader) Row(ctx context.Context, query string, args []any, dest ...any) error {
+	if r.Begun != nil {
+		return r.View(ctx, func(tx *Tx) error { return tx.QueryRowContext(ctx, query, args...).Scan(dest...) })
+	}
 	return r.again(ctx, func() error {
 		s, err := r.prepared(ctx, query)
 		if err != nil {
@@ -64,6 +69,9 @@ func (r *Reader) Row(ctx context.Context, query string, args []any, dest ...any)
 
 // Rows implements Engine. It is tried again as long as fn was not called.
 func (r *Reader) Rows(ctx context.Context, query string, args []any, fn func(scan func(...any) error) error) error {
+	if r.Begun != nil {
+		return r.View(ctx, func(tx *Tx) error { return tx.Rows(ctx, query, args, fn) })
+	}
 	begun := false
 	var failed error
 	for tries := 1; ; tries++ {
@@ -102,6 +110,11 @@ func (r *Reader) View(ctx context.Context, fn func(tx *Tx) error) error {
 			return err
 		}
 		defer tx.Rollback() //nolint:errcheck // it only reads
+		if r.Begun != nil {
+			if err := r.Begun(ctx, tx); err != nil {
+				return err
+			}
+		}
 		return fn(&Tx{tx, r.Dialect})
 	})
 }
