@@ -272,7 +272,7 @@ func (c *Packs) find(ctx context.Context, ids []segment.ID) (p catalog.Packs, er
 			if err != nil {
 				return err
 			}
-			if err := foundIn(ctx, tx, all, `SELECT pack FROM hooks WHERE `+tx.InNumbers("id", "$1"), list); err != nil {
+			if err := foundIn(ctx, tx, all, `SELECT h.pack FROM `+tx.Numbers("$1")+` AS list CROSS JOIN hooks h WHERE h.id = list.value`, list); err != nil {
 				return err
 			}
 		}

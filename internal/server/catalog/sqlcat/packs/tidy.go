@@ -3,8 +3,10 @@ package packs
 import (
 	"context"
 	"database/sql"
+	"encoding/hex"
 	"errors"
 	"fmt"
+	"slices"
 
 	"hydrofoil.dev/foil/internal/format/segment"
 	"hydrofoil.dev/foil/internal/server/catalog/sqlcat/database"
@@ -117,23 +119,45 @@ func (c *Packs) dropFrames(ctx context.Context, tx *database.Tx, pack int64, lim
 	if err := rows.Err(); err != nil {
 		return nil, err
 	}
-	for _, id := range ids {
-		if _, err := tx.ExecContext(ctx, `DELETE FROM segments WHERE id = $1`, id[:]); err != nil {
+	for batch := range slices.Chunk(ids, atOnce) {
+		list, err := database.List(inHex(batch))
+		if err != nil {
+			return nil, err
+		}
+		if _, err := tx.ExecContext(ctx, `DELETE FROM segments WHERE id IN (SELECT unhex(list.value) FROM `+tx.Texts("$1")+` AS list)`, list); err != nil {
 			return nil, err
 		}
 	}
-	for _, id := range frames {
-		if _, err := tx.ExecContext(ctx, `DELETE FROM frames WHERE id = $1`, id); err != nil {
+	for batch := range slices.Chunk(frames, atOnce) {
+		list, err := database.List(batch)
+		if err != nil {
+			return nil, err
+		}
+		if _, err := tx.ExecContext(ctx, `DELETE FROM frames WHERE `+tx.InNumbers("id", "$1"), list); err != nil {
 			return nil, err
 		}
 	}
 	return ids, nil
 }
 
+// inHex are IDs as a list can have them. Only SQLite has such rows.
+func inHex(ids []segment.ID) []string {
+	all := make([]string, len(ids))
+	for i := range ids {
+		all[i] = hex.EncodeToString(ids[i][:])
+	}
+	return all
+}
+
 // findOld adds packs where an older catalog says that segments rest.
 func findOld(ctx context.Context, tx *database.Tx, all map[int64]string, ids []segment.ID) error {
-	for _, id := range ids {
-		if err := foundIn(ctx, tx, all, `SELECT f.pack FROM segments s JOIN frames f ON f.id = s.frame WHERE s.id = $1`, id[:]); err != nil {
+	for batch := range slices.Chunk(ids, atOnce) {
+		list, err := database.List(inHex(batch))
+		if err != nil {
+			return err
+		}
+		if err := foundIn(ctx, tx, all, `SELECT f.pack FROM `+tx.Texts("$1")+` AS list CROSS JOIN segments s CROSS JOIN frames f
+			WHERE s.id = unhex(list.value) AND f.id = s.frame`, list); err != nil {
 			return err
 		}
 	}
