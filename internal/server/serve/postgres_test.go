@@ -10,6 +10,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/opencontainers/go-digest"
+
 	"hydrofoil.dev/foil/internal/format/layer/layertest"
 	"hydrofoil.dev/foil/internal/server/backup"
 	"hydrofoil.dev/foil/internal/server/catalog/postgres/postgrestest"
@@ -35,6 +37,25 @@ func TestDatabase(t *testing.T) {
 	remove(t, s.Addr(), 0)
 	collectAll(t, s.Addr())
 	wantWhole(t, s.Addr(), 1, images[1])
+	stop(t, s)
+
+	// A GET is one query for a blob, two for a manifest by its tag; others may ask beside it.
+	proxy := db.Proxy()
+	s = start(t, serve.Options{Root: root, Catalog: proxy.Through(at), Collect: collect.Options{Window: -1, Interval: time.Hour}})
+	for path, want := range map[string]int{"/blobs/" + digest.FromBytes(images[1].blobs[0]).String(): 1, "/manifests/1": 2} {
+		least := 100
+		for range 10 {
+			_, before := proxy.Messages()
+			if status, _ := get(t, "http://"+s.Addr()+"/v2/"+repositoryOf(1)+path); status != http.StatusOK {
+				t.Fatalf("%s: %d", path, status)
+			}
+			_, after := proxy.Messages()
+			least = min(least, after-before)
+		}
+		if least != want {
+			t.Errorf("GET %s: %d queries, want %d", path, least, want)
+		}
+	}
 	stop(t, s)
 
 	if _, err := serve.Start(context.Background(), serve.Options{Root: t.TempDir(), Catalog: at, Listen: "127.0.0.1:0", Log: slog.New(slog.DiscardHandler)}); !errors.Is(err, rootdir.ErrClaimed) {
