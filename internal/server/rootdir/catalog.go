@@ -102,7 +102,10 @@ func OpenCatalog(ctx context.Context, root string, o CatalogOptions) (*sqlcat.Ca
 	fail := func(err error) (*sqlcat.Catalog, error) { return nil, errors.Join(err, c.Close()) }
 	owner, err := postgres.Owner(ctx, at, "")
 	if err == nil && owner == "" && o.Store != nil {
-		err = checkFresh(ctx, root, at, o.Store)
+		var there sqlcat.Stats
+		if there, err = c.Stats(ctx); err == nil && there == (sqlcat.Stats{}) {
+			err = checkFresh(ctx, root, at, o.Store)
+		}
 	}
 	if err == nil {
 		owner, err = postgres.Owner(ctx, at, r.ID)

@@ -91,6 +91,11 @@ func TestDatabase(t *testing.T) {
 	wantWhole(t, s.Addr(), 1, images[1])
 	stop(t, s)
 
+	db.Exec("test1", `DELETE FROM owner`) // as who has lost the root does; or restored a dump
+	s = start(t, serve.Options{Root: root, Catalog: at})
+	wantWhole(t, s.Addr(), 1, images[1])
+	stop(t, s)
+
 	other := db.Database()
 	if _, err := rebuild.Run(t.Context(), rebuild.Options{Root: root}); err == nil || !strings.Contains(err.Error(), "--catalog") {
 		t.Errorf("rebuild without a database: %v, which does not say what to do", err)
