@@ -6,8 +6,9 @@
 // of the proof. The proof has begun a moment before it is asked for, when the pull ended; what it did by then counts.
 //
 // With Beside an image is started, until its service is ready, on a worker that has another image, whole: once while that one
-// is being proven in the background, and once when it is. The two are a pair; which comes first alternates. Both come after the pause
-// that a daemon makes before a proof: a connection that has just been used is quicker than one that was idle.
+// is being proven in the background, at any moment of its first second, and once when it is. The two are a pair; which comes
+// first alternates. Both come after the pause that a daemon makes before a proof: a connection that has just been used is quicker
+// than one that was idle.
 package proofs
 
 import (
@@ -16,6 +17,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math/rand/v2"
 	"os"
 	"path/filepath"
 	"syscall"
@@ -307,6 +309,8 @@ func (b *bench) start(ctx context.Context, s *site.Site, im, other engines.Image
 		if err := proving(ctx, c, other, !during); err != nil {
 			return err
 		}
+		// A proof begins with what it needs of the server, the same in each round.
+		time.Sleep(rand.N(time.Second))
 		t := engines.Begin(s, w.Processes())
 		defer t.End()
 		container, err := w.Provision(ctx, im, t)
